@@ -28,7 +28,7 @@ from typing import Any, Final
 from common.own_process import OwnProcess
 from common.results import write_results
 from interference_bench.engine import CpuClockEngine
-from interference_bench.load import TRAFFIC, Load, load_parser
+from interference_bench.load import TRAFFIC, Load, add_engine_options, load_parser
 from interference_bench.outcome import RunOutcome
 from interference_bench.report import figures, table
 from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
@@ -61,17 +61,18 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = load_parser(__doc__, TRAFFIC)
+    add_engine_options(parser)
     parser.set_defaults(
         traffic=["prompts", "outputs"],
         repeats=3,
         seconds=60.0,
         offline=[512, 32],
         in_flight=16,
-        ttft_ms=100.0,
-        tpot_ms=50.0,
         host_factor=1.0,
     )
     add = parser.add_argument
+    add("--ttft-ms", type=float, default=100.0, help="P99 target")
+    add("--tpot-ms", type=float, default=50.0, help="P99 target of gaps")
     add("--model-path", type=Path, help="instead of 12 layers of width 128")
     add("--out", type=Path, help="write the figures as JSON")
     known = [name for name in SYSTEMS if name != ALONE]

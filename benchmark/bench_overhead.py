@@ -49,6 +49,7 @@ def main() -> None:
             system = SYSTEMS[name]
             system = replace(system, flags={**options.settings, **system.flags})
             engines[name] = stack.enter_context(OwnProcess(TimedEngine, system, model))
+        backends = {engine.call("attention_backend") for engine in engines.values()}
         turns = list(product(options.waiting, range(options.rounds), engines))
         for num_waiting, _, name in track(turns, console=Console(stderr=True), transient=True):
             passes = engines[name].call("run", num_waiting, options.passes, options.limit_s)
@@ -59,14 +60,15 @@ def main() -> None:
         for num_waiting in sorted(options.waiting)
     ]
     print(table(rows))
-    write_results(options.out, options, rows=rows)
+    attention = ", ".join(sorted(backends))
+    write_results(options.out, options, attention_backend=attention, rows=rows)
 
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--systems", nargs="+", default=list(SYSTEMS)[:3], choices=SYSTEMS)
+    add("--systems", nargs="+", default=list(SYSTEMS)[:2], choices=SYSTEMS)
     add("--waiting", nargs="+", type=int, default=[100, 1000, 10_000, 100_000])
     add("--rounds", type=int, default=3)
     add("--passes", type=int, default=100, help="of a system in a round")

@@ -11,14 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadScopeScheduling
 
+import retries
 from forked_processes import ForkedServers
 
 # No test depends on how fast the machine is.
-settings.register_profile("any_machine", deadline=None)
-settings.load_profile("any_machine")
+ANY_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("check", derandomize=True, **ANY_MACHINE)
+# Hypothesis itself chooses `derandomize` where the environment says that it is a CI.
+settings.register_profile("explore", derandomize=False, print_blob=True, **ANY_MACHINE)
+settings.load_profile("check")
+
+# Hypothesis draws some values from the constants of all modules that are imported. The examples of
+# a test, or of a seed, would depend on the tests that ran before.
+providers.is_local_module_file = lambda _path: False
 
 
 # More tests than cores run at a time; and a process with threads of OpenMP cannot fork.
@@ -29,6 +38,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+DRAWS_EXAMPLES = {"given", "run_state_machine_as_test"}
+"""Functions of Hypothesis that a test calls."""
 
 SHARED = ("batch_backend", "batch_server", "monitoring", "view")
 """Packages of ``test/srt`` whose tests share a server."""
@@ -48,10 +60,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     return Scheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        retries.OPTION, type=Path, help="file for failures, if all failed tests may be tried again"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")
+    failures = None if is_worker else config.getoption(retries.OPTION)
+    config.pluginmanager.register(retries.Retries(failures))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Begin with what takes longest: what starts servers or installs packages."""
     long = tuple(str(Path(__file__).with_name(name)) for name in ("demo", "srt", "test_base_"))
     items.sort(key=lambda item: not str(item.path).startswith(long))
+    for item in items:
+        # Hypothesis itself marks only the tests that are properties as a whole.
+        if DRAWS_EXAMPLES.intersection(item.function.__code__.co_names):
+            item.add_marker("hypothesis")
 
 
 @pytest.hookimpl(tryfirst=True)

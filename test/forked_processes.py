@@ -177,6 +177,7 @@ def run_module(argv: Sequence[str], environment: dict[str, str], log: str) -> No
     os.environ.update(environment)
     sys.path[0] = str(Path.cwd())
     setproctitle.setproctitle(" ".join([*argv, ">", log]))  # Tests find it by its files.
+    slow_steps_beside(Path(log))
     ChildServer.start_process = staticmethod(ForkedServers().start)
     os.register_at_fork(after_in_child=reset_signals)
     multiprocessing.set_start_method("fork", force=True)
@@ -186,6 +187,24 @@ def run_module(argv: Sequence[str], environment: dict[str, str], log: str) -> No
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()
+
+
+def slow_steps_beside(log: Path) -> None:
+    """Let a test slow down the steps of this server's engines.
+
+    While a file with the name ``slow`` stands beside the log, a step lasts as many seconds as the
+    file says, or longer.
+    """
+    from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler
+
+    run_batch, slow = CoserveScheduler.run_batch, log.with_name("slow")
+
+    def run_no_faster(*args: Any, **options: Any) -> Any:
+        with suppress(FileNotFoundError):
+            time.sleep(float(slow.read_text()))
+        return run_batch(*args, **options)
+
+    CoserveScheduler.run_batch = run_no_faster
 
 
 def always_forks(_method: str | None, force: bool = False) -> None:

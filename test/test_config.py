@@ -37,6 +37,9 @@ def test_every_field_has_a_flag_with_its_default() -> None:
         ("online_slowdown", "10"),
         ("online_slowdown", "-5%"),
         ("online_slowdown", "much"),
+        ("stream_slowdown", "100"),
+        ("stream_slowdown", "-5%"),
+        ("stream_slowdown", "half"),
         ("offline_policy", "best"),
         ("offline_max_running", 0),
         ("offline_utility_ratio", 1.5),
@@ -49,7 +52,7 @@ def test_every_field_has_a_flag_with_its_default() -> None:
         ("kv_checkpoint", "always"),
         ("kv_checkpoint_host_gb", 0),
         ("kv_checkpoint_host_gb", 4.0),
-        ("kv_checkpoint_watermark", 1.5),
+        ("kv_checkpoint", "pressure"),
     ],
 )
 def test_a_value_out_of_range_names_the_flag(field: str, value: Any) -> None:
@@ -70,21 +73,40 @@ def test_settings_are_plain_json_values() -> None:
         ("--slo 'ttft p99 <= 300ms' 'tpot mean <= 50ms'", "ttft p99 <= 300ms, tpot mean <= 50ms"),
         ("--slo 'ttft p99 <= 1s' --slo 'tpot p50 <= 5ms'", "ttft p99 <= 1000ms, tpot p50 <= 5ms"),
         ("--slo 'ttft mean <= 1ms' --slo-ttft-ms 2", "ttft p99 <= 2ms, ttft mean <= 1ms"),
-        ("--online-slowdown 10%", "ttft p99 <= +10%, tbt p99 <= +10%"),
-        ("", "ttft p99 <= +10%, tbt p99 <= +10%"),
-        ("--offline-policy coserve", ""),
-        ("--offline-policy fifo", ""),
+        ("--slo-tpot-ms 5", "tpot p99 <= 5ms, ttft p99 <= +10%"),
+        ("--online-slowdown 25%", "ttft p99 <= +25%"),
+        ("", "ttft p99 <= +10%"),
+        ("--offline-policy coserve", "ttft p99 <= +10%"),
+        ("--offline-policy conserve", ""),
+        ("--stream-slowdown 50%", "ttft p99 <= +10%"),
         (
             "--online-slowdown 25% --slo 'ttft p99 <= 1s' 'tpot mean <= +5%'",
-            "ttft p99 <= 1000ms, tpot mean <= +5%, ttft p99 <= +25%, tbt p99 <= +25%",
+            "ttft p99 <= 1000ms, tpot mean <= +5%, ttft p99 <= +25%",
         ),
     ],
 )
 def test_targets_of_all_flags_hold_at_once(argv: str, expected: str) -> None:
-    """Without any, and without a policy, a slowdown is bounded."""
+    """Without a TTFT target, the policy coserve bounds the slowdown of first tokens."""
     config = parse(*shlex.split(argv))
     assert ", ".join(map(format_slo, config.slos())) == expected
-    assert config.offline_policy == ("fifo" if "fifo" in argv else "coserve")
+    assert config.offline_policy == ("conserve" if "conserve" in argv else "coserve")
+
+
+@pytest.mark.parametrize(
+    ("argv", "slowdown"),
+    [
+        ("", 1.0),
+        ("--offline-policy coserve", 1.0),
+        ("--stream-slowdown 50%", 0.5),
+        ("--slo-ttft-ms 500", 1.0),
+        ("--offline-policy conserve", None),
+        ("--offline-policy conserve --stream-slowdown 50%", 0.5),
+    ],
+)
+def test_streams_keep_half_of_their_speed_unless_told_otherwise(
+    argv: str, slowdown: float | None
+) -> None:
+    assert parse(*shlex.split(argv)).objective().stream_slowdown == slowdown
 
 
 def targets(config: CoserveConfig) -> SloTargets:
@@ -103,22 +125,23 @@ def test_requests_are_scheduled_by_the_least_target() -> None:
     assert targets(both) == SloTargets(ttft_s=1.0)
 
 
-def test_every_policy_but_fifo_is_one_of_the_cores() -> None:
+def test_every_policy_is_one_of_the_cores() -> None:
     from sglang_coserve.config import OFFLINE_POLICIES
     from sglang_coserve.core.policies import POLICIES
 
-    assert set(OFFLINE_POLICIES) - {"fifo"} <= set(POLICIES)
+    assert set(OFFLINE_POLICIES) <= set(POLICIES)
 
 
 @pytest.mark.parametrize(
     ("flags", "refused"),
     [
         ({"slo_tpot_ms": 50.0}, ""),
-        ({"online_slowdown": "10%"}, ""),
+        ({"slo": ("tbt p99 <= +10%",)}, ""),
         ({"slo": ("tbt p99 <= 50ms",), "offline_policy": "ooco"}, ""),
-        ({}, ""),
+        ({}, "needs a bound on the time between tokens"),
+        ({"online_slowdown": "10%"}, "needs a bound on the time between tokens"),
+        ({"stream_slowdown": "50%"}, "needs a bound on the time between tokens"),
         ({"slo_ttft_ms": 500.0}, "needs a bound on the time between tokens"),
-        ({"slo_tpot_ms": 50.0, "offline_policy": "fifo"}, "a policy that plans by it"),
         ({"slo_tpot_ms": 50.0, "offline_policy": "non_preemptive"}, "a policy that plans by it"),
         ({"slo_tpot_ms": 50.0, "kv_move_dir": None}, "--pool needs --kv-move-dir"),
         ({"slo_tpot_ms": 50.0, "pool": "lax"}, "--pool must be one of relaxed, strict"),

@@ -55,7 +55,8 @@ class TestOneRequest:
         ("timeline", "ttft_s", "itls_s", "tpot_s", "e2e_s", "normalized_s"),
         [
             (request(1.0, 1.5, 1.75, 2.0, 3.0), 0.5, (0.25, 0.25, 1.0), 0.5, 2.0, 0.5),
-            (request(0.0, 1.0, 1.0, 1.0, 4.0), 1.0, (0.0, 0.0, 3.0), 1.0, 4.0, 1.0),
+            # Three tokens came together: a user waits once.
+            (request(0.0, 1.0, 1.0, 1.0, 4.0), 1.0, (3.0,), 1.0, 4.0, 1.0),
             (request(1.0, 3.0), 2.0, (), None, 2.0, 2.0),
             (request(1.0), None, (), None, None, None),
             (request(0.0, 1.0, 2.0, outcome=FAILED), 1.0, (1.0,), 1.0, None, None),

@@ -60,7 +60,6 @@ MISTAKES = {
     f"{GATEWAY} --coserve-data-dir data --host 192.0.2.1": "choose another --host or --port",
     f"{GATEWAY} --coserve-data-dir good.jsonl": "name another --coserve-data-dir",
     f"{GATEWAY} --coserve-data-dir data --port 99999": "1 to 65535",
-    f"{GATEWAY} --coserve-data-dir data --router http://name:99999": "1 to 65535",
     f"{GATEWAY} --coserve-data-dir data --port 30000ms": "without a unit",
     f"{GATEWAY} --coserve-data-dir data --engin http://127.0.0.1:2": "did you mean --engine?",
     f"{GATEWAY} --settings missing.toml": "cannot be read: No such file",

@@ -45,7 +45,6 @@ def test_the_documented_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path.write_text(page.partition("```toml\n")[2].partition("```")[0])
     monkeypatch.setenv("COSERVE_ENGINE_ADMIN_KEY", "secret")
     found = parse_options(["--settings", str(path)])
-    assert found.router == "http://router:30080"
     assert len(found.engine) == 2
 
 
@@ -148,3 +147,14 @@ def test_a_file_may_be_a_pipe() -> None:
 def test_a_file_that_is_not_named_is_asked_for() -> None:
     with pytest.raises(ConfigError, match="--settings: expected one argument"):
         Settings(["--settings"], "serve")
+
+
+def test_the_address_of_a_service_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSERVE_ENGINE_ADMIN_KEY", "secret")
+    monkeypatch.setenv("COSERVE_PORT", "tcp://10.0.0.1:30000")
+    arguments = ["--engine", "http://a:1", "--coserve-data-dir", "data"]
+    assert parse_options(arguments).port == parse_options([*arguments, "--port", "30000"]).port
+    assert Settings([], "serve").one("port") is None
+    monkeypatch.setenv("COSERVE_PORT", "tcp:4000")
+    with pytest.raises(ConfigError, match="tcp:4000"):
+        parse_options(arguments)

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,20 @@ def settings_of(options: Any) -> dict[str, Any]:
     """Return a command line's options, but for ``out``, as JSON values."""
     values = vars(options) if isinstance(options, Namespace) else asdict(options)
     given = {name: value for name, value in values.items() if name != "out"}
-    plain: dict[str, Any] = json.loads(json.dumps(given, default=str))
+    plain: dict[str, Any] = json.loads(json.dumps(given, default=_text))
     return plain
+
+
+def recorded_command(words: Sequence[str]) -> str:
+    """Return a command line for results, with the last part of each absolute path.
+
+    Folders of one machine mean nothing on another one.
+    """
+    return shlex.join([Path(word).name if word.startswith("/") else word for word in words])
+
+
+def _text(value: object) -> str:
+    return value.name if isinstance(value, Path) and value.is_absolute() else str(value)
 
 
 def claim_folder(path: Path, settings: Mapping[str, Any]) -> None:
@@ -44,7 +56,8 @@ def claim_folder(path: Path, settings: Mapping[str, Any]) -> None:
 def write_results(path: Path | None, options: Any, **figures: Any) -> None:
     """Write figures with the command, the machine and the settings; nothing without a path."""
     if path is not None:
-        record = {"command": shlex.join(["python", *sys.argv]), "machine": describe_machine()}
+        command = recorded_command(["python", *sys.argv])
+        record = {"command": command, "machine": describe_machine()}
         write_json(path, {**record, "settings": settings_of(options), **figures})
 
 

@@ -28,20 +28,19 @@ def start_scheduler(
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     from sglang_coserve.config import CoserveConfig
-    from sglang_coserve.srt.kv_checkpoint.settings import register_cache, server_settings
+    from sglang_coserve.srt.optional_parts import KV_STORE
     from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler
 
     on_cpu = not cpu.has_cuda()
-    usual: Mapping[str, Any] = {}
     if on_cpu:
         torch.set_num_threads(1)
         install_replacements()
-        usual = cpu.FLAG_DEFAULTS
+    usual = usual_settings(is_ours=coserve is not None, on_cpu=on_cpu)
     config, caches = None, {}
     if coserve is not None:
         config = CoserveConfig(**coserve)
-        register_cache(config, on_cpu=on_cpu)
-        caches = server_settings(config, on_cpu=on_cpu)
+        KV_STORE.register(config, on_cpu=on_cpu)
+        caches = KV_STORE.server_settings({}, config, on_cpu=on_cpu)
     server_args = ServerArgs(
         **{**usual, "model_path": str(model), "log_level": "warning", **settings, **caches}
     )
@@ -51,6 +50,14 @@ def start_scheduler(
         kind = CoserveScheduler
     port_args = PortArgs.init_new(server_args)
     return compat.start_scheduler(kind, server_args, port_args, 0, configures=False)
+
+
+def usual_settings(*, is_ours: bool, on_cpu: bool) -> dict[str, Any]:
+    """Return the fields of ``ServerArgs`` that a server starts with, ours or stock SGLang's."""
+    from sglang_coserve.srt.cpu import defaults as cpu
+    from sglang_coserve.srt.start_defaults import ANYWHERE
+
+    return {**(ANYWHERE if is_ours else {}), **(cpu.FLAG_DEFAULTS if on_cpu else {})}
 
 
 def run_loop(scheduler: Any, receive: Callable[[], list[Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from bound_bench.upper_bound import Capacity, OfflineShape, cached_tokens, offline_bound, required
 from interference_bench.load import Load
 from interference_bench.outcome import RunOutcome
-from interference_bench.report import figures, in_ms
+from interference_bench.report import figures, in_ms, percentiles_ms
 from sglang_coserve.core.control.baseline import Baseline, BaselineRequest, EngineSize
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
 from sglang_coserve.srt.emulation.model_directory import flag_defaults
@@ -46,9 +46,12 @@ def full_rate_per_s(emulation: Emulation, requests: Sequence[TraceRequest]) -> f
 
 def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any]:
     """Return the figures of one run; ``targets`` by what the share that keeps them is called."""
+    latencies = latency_report(outcome.online)
     return {
         **figures(outcome),
-        "normalized_ms": in_ms(latency_report(outcome.online).normalized.mean_s),
+        **percentiles_ms("tpot", latencies.tpot),
+        "e2e_p50_ms": in_ms(latencies.e2e.p50_s),
+        "normalized_ms": in_ms(latencies.normalized.mean_s),
         "seconds": outcome.seconds,
         "steps": outcome.num_steps,
         "host_ms_per_step": 1e3 * outcome.host_s / max(1, outcome.num_steps),
@@ -56,6 +59,7 @@ def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any
         "retracted": outcome.num_retracted,
         "preemptions_per_online_request": (outcome.num_suspended + outcome.num_retracted)
         / max(1, len(outcome.online)),
+        "online_from_cache": outcome.online_from_cache,
         "from_prefixes": outcome.from_prefixes,
         "recomputed": outcome.recomputed,
         "attained": {name: attainment(outcome.online, kept) for name, kept in targets.items()},

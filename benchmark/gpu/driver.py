@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,15 +55,23 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     status: StepStatus
     attempts: int
     seconds: float
-    """Of all attempts."""
+    """Time of all attempts together."""
 
     command: str
-    """Of the run that made the last attempt."""
+    """Command line of the run that made the last attempt."""
 
     machine: dict[str, Any]
     problem: str = ""
     log_tail: tuple[str, ...] = ()
     figures: dict[str, Any] = {}
+    asked: tuple[str, ...] = ()
+    """See ``Step.asked``."""
+
+    attention_backend_asked: str | None = None
+    """Value of SGLang's flag; None: SGLang chose."""
+
+    attention_backend: str = ""
+    """Attention backend in effect, as SGLang's engines told; empty where a step runs none."""
 
 
 def read_record(path: Path) -> AttemptRecord | None:
@@ -76,7 +84,7 @@ class Driver:
     """The steps of one folder; a record on the disk says how each stands."""
 
     steps: Sequence[Step]
-    """In order of value."""
+    """Steps to run, in order."""
 
     out: Path
     setting: GpuSetting
@@ -86,11 +94,14 @@ class Driver:
     """Is told what happens."""
 
     grace_s: float = _GRACE_S
-    """What is told to end has so long to do so."""
+    """Seconds between SIGINT and SIGKILL."""
+
+    shown: Sequence[Step] = ()
+    """Steps with earlier results for the tables, in order; empty: ``steps`` alone."""
 
     def __post_init__(self) -> None:
         self.records: dict[str, AttemptRecord] = {}
-        for step in self.steps:
+        for step in (*self.shown, *self.steps):
             if (record := read_record(self.out / f"{step.name}.json")) is not None:
                 self.records[step.name] = record
 
@@ -119,8 +130,11 @@ class Driver:
             left = [step for step in tried if self._status(step) is StepStatus.PARTIAL]
 
     def _status(self, step: Step) -> StepStatus | None:
+        """Return how the last attempt ended; None: there was none, or it had other systems."""
         record = self.records.get(step.name)
-        return None if record is None else record.status
+        if record is None or (record.status is StepStatus.DONE and record.asked != step.asked):
+            return None
+        return record.status
 
     def markdown(self) -> str:
         """Return how every step stands, then the tables of each."""
@@ -128,7 +142,9 @@ class Driver:
         if self.setting.dry_run:
             lines += [f"**{DRY_RUN_NOTE}**", ""]
         found = [
-            (step, self.records[step.name]) for step in self.steps if step.name in self.records
+            (step, self.records[step.name])
+            for step in self.shown or self.steps
+            if step.name in self.records
         ]
         cells = [
             [
@@ -144,9 +160,12 @@ class Driver:
         for step, record in found:
             device = record.machine.get("gpu") or record.machine.get("processor")
             lines += ["", f"## {step.name}: {step.question}", "", f"`{record.command}` on {device}"]
-            table = self._folder(step) / step.tables
-            if step.tables and table.is_file():
-                lines += ["", table.read_text().strip()]
+            if record.attention_backend:
+                how = "as asked" if record.attention_backend_asked else "SGLang's choice"
+                lines[-1] += f", attention backend {record.attention_backend} ({how})"
+            for table in (self._folder(step) / name for name in step.tables):
+                if table.is_file():
+                    lines += ["", table.read_text().strip()]
             if record.log_tail:
                 lines += ["", "```text", *record.log_tail, "```"]
         return "\n".join(lines) + "\n"
@@ -184,6 +203,8 @@ class Driver:
         self, step: Step, status: StepStatus, problem: str, seconds: float, log: Path
     ) -> AttemptRecord:
         results = self._folder(step) / step.results
+        figures: dict[str, Any] = json.loads(results.read_text()) if results.is_file() else {}
+        figures.update(self._reduced(step))
         earlier = self.records.get(step.name)
         lines = log.read_text(errors="replace").splitlines()
         shows_log = status is StepStatus.FAILED or not step.tables
@@ -196,8 +217,22 @@ class Driver:
             machine=self.machine,
             problem=problem,
             log_tail=tuple(lines[-_TAIL_LINES:]) if shows_log else (),
-            figures=json.loads(results.read_text()) if results.is_file() else {},
+            figures=figures,
+            asked=step.asked,
+            attention_backend_asked=self.setting.attention_backend,
+            attention_backend=figures.get("attention_backend", ""),
         )
+
+    def _reduced(self, step: Step) -> Mapping[str, Any]:
+        """Make the files of a step small; return the figures that this yields."""
+        if step.reduce is None:
+            return {}
+        try:
+            return step.reduce(self._folder(step))
+        except Exception as error:
+            # Time on a GPU is dear: a fault in a table costs neither the record nor the next steps.
+            self.say(f"{step.name}: its files are not reduced: {error!r}")
+            return {}
 
 
 def _run(command: Sequence[str], limit_s: float, grace_s: float, log: IO[bytes]) -> int | None:

@@ -91,6 +91,9 @@ class CpuClockEngine:
         self._vocab_size = int(self._scheduler.model_config.vocab_size)
         self._live: dict[str, LiveRequest] = {}
         self._due: deque[tuple[float, str, OnlineArrival]] = deque()
+        self._num_offline = 0
+        """Offline requests that have not ended."""
+
         self._num_runs = 0
         self._busy_s = 0.0
         self._num_steps = 0
@@ -110,6 +113,7 @@ class CpuClockEngine:
         """Offer a load, wait for its online requests, and abort what is left."""
         self._num_runs += 1
         self._live.clear()
+        self._num_offline = 0
         self._scheduler.flush_cache()
         suspended_before = self._num_suspended()
         online = load.online(self._vocab_size)
@@ -169,9 +173,9 @@ class CpuClockEngine:
         return messages
 
     def _offline(self, load: Load, prompts: Iterator[list[int]]) -> list[Any]:
-        running = sum(live.is_offline and not live.is_finished for live in self._live.values())
         messages = []
-        for _ in range(load.offline_in_flight - running):
+        while self._num_offline < load.offline_in_flight:
+            self._num_offline += 1
             rid = f"offline-{self._num_runs}-{len(self._live)}"
             prompt = next(prompts)
             self._live[rid] = LiveRequest(self._clock(), len(prompt), is_offline=True)
@@ -196,6 +200,11 @@ class CpuClockEngine:
     def _num_online_left(self) -> int:
         return sum(not live.is_offline and not live.is_finished for live in self._live.values())
 
+    def _ended(self, live: LiveRequest) -> None:
+        if not live.is_finished:
+            live.is_finished = True
+            self._num_offline -= live.is_offline
+
     # --- What is seen --------------------------------------------------------------------
 
     def _watch_results(self) -> None:
@@ -215,7 +224,8 @@ class CpuClockEngine:
                         live.prefilled.append((bool(live.times_s), computed))
                     new = len(req.output_ids) - len(live.times_s)
                     live.times_s += [now_s] * new
-                    live.is_finished = req.finished()
+                    if req.finished():
+                        self._ended(live)
                     live.num_retracted = req.retraction_count
 
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -235,7 +245,7 @@ class CpuClockEngine:
         def noted(output: Any, *arguments: Any) -> None:
             live = self._live.get(str(getattr(output, "rid", "")))
             if live is not None and getattr(output, "finished_reason", None) is not None:
-                live.is_finished = True  # It was refused.
+                self._ended(live)  # It was refused.
             send_output(output, *arguments)
 
         scheduler.process_batch_result = watched
@@ -288,7 +298,5 @@ def _settings_of(
     settings = {"skip_server_warmup": True, **system.flags}
     if system.coserve is None:
         return settings, None
-    coserve = {**(targets_ms if system.takes_slo else {}), **system.coserve}
-    if coserve.get("offline_policy") != "fifo":
-        coserve["startup_profile_seconds"] = _PROFILE_S
-    return settings, coserve
+    targets = targets_ms if system.takes_slo else {}
+    return settings, {**targets, **system.coserve, "startup_profile_seconds": _PROFILE_S}

@@ -76,13 +76,23 @@ class Load:
 
     def beside(self, options: argparse.Namespace) -> Load:
         """Return the same with the offline requests of ``load_parser``."""
-        prompt_tokens, output_tokens = options.offline
+        return self.with_offline(options.offline, options.in_flight, options.prefixes)
+
+    def with_offline(self, offline: Sequence[int], in_flight: int, prefixes: int = 0) -> Load:
+        """Return the same with offline requests.
+
+        Args:
+            offline: Tokens of a prompt and of an output.
+            in_flight: Requests at a time.
+            prefixes: See ``offline_prefixes``.
+        """
+        prompt_tokens, output_tokens = offline
         return replace(
             self,
             offline_prompt_tokens=prompt_tokens,
             offline_output_tokens=output_tokens,
-            offline_in_flight=options.in_flight,
-            offline_prefixes=options.prefixes,
+            offline_in_flight=in_flight,
+            offline_prefixes=prefixes,
         )
 
     def alone(self) -> Load:
@@ -105,9 +115,9 @@ class Load:
 
 
 def load_parser(description: str, traffic: Iterable[str]) -> argparse.ArgumentParser:
-    """Return a command line with what all engines are given; ``traffic`` are the kinds there are.
+    """Return a command line with what all systems are given; ``traffic`` are the kinds there are.
 
-    What has no default here gets it from the program.
+    The program sets defaults for options that have none here.
     """
     parser = argparse.ArgumentParser(
         description=description.partition("\n")[0],
@@ -120,12 +130,15 @@ def load_parser(description: str, traffic: Iterable[str]) -> argparse.ArgumentPa
     add("--seconds", type=float, help="of a run, on the virtual clock")
     add("--offline", nargs=2, type=int, metavar="TOKENS", help="prompt and output tokens")
     add("--in-flight", type=int, help="offline requests")
+    return parser
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add what only real engines are given."""
+    add = parser.add_argument
     add("--prefixes", type=int, default=0, help="that halves of offline prompts share; 0: none")
-    add("--ttft-ms", type=float, help="P99 target")
-    add("--tpot-ms", type=float, help="P99 target of gaps")
     add("--host-factor", type=float, help="how long a second of CPU time is")
     add("--core", type=int, default=0, help="all engines run on this one")
-    return parser
 
 
 def _tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:

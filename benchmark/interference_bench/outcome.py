@@ -46,6 +46,9 @@ class RunOutcome:
     recomputed: float = 0.0
     """What was computed of them besides, ÷ the same prompts."""
 
+    online_from_cache: float = 0.0
+    """Share of the online prompts that was not computed before the first token."""
+
 
 @dataclass(slots=True)
 class LiveRequest:
@@ -83,11 +86,8 @@ def outcome_of(
     online = [live for live in requests if not live.is_offline]
     offline = [live for live in requests if live.is_offline]
     got = (live.timeline("offline") for live in offline)
-    begun = [live for live in offline if live.times_s]
-    prompts = max(1, sum(live.prompt_tokens for live in begun))
-    firsts = [sum(n for later, n in live.prefilled if not later) for live in begun]
-    computed = sum(n for live in begun for _, n in live.prefilled)
-    needed = sum(min(n, live.prompt_tokens) for n, live in zip(firsts, begun, strict=True))
+    prompts, needed, computed = _prompt_tokens(offline)
+    online_prompts, online_needed, _ = _prompt_tokens(online)
     return RunOutcome(
         [live.timeline("online") for live in online],
         end_s - begin_s,
@@ -96,4 +96,14 @@ def outcome_of(
         num_retracted=sum(live.num_retracted for live in offline),
         from_prefixes=1 - needed / prompts,
         recomputed=(computed - needed) / prompts,
+        online_from_cache=1 - online_needed / online_prompts,
     )
+
+
+def _prompt_tokens(requests: Sequence[LiveRequest]) -> tuple[int, int, int]:
+    """Return tokens of the prompts that have a first token, needed for it, and computed in all."""
+    begun = [live for live in requests if live.times_s]
+    prompts = max(1, sum(live.prompt_tokens for live in begun))
+    firsts = [sum(n for later, n in live.prefilled if not later) for live in begun]
+    needed = sum(min(n, live.prompt_tokens) for n, live in zip(firsts, begun, strict=True))
+    return prompts, needed, sum(n for live in begun for _, n in live.prefilled)

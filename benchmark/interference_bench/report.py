@@ -10,7 +10,7 @@ import numpy as np
 
 from interference_bench.outcome import RunOutcome
 from interference_bench.systems import ALONE
-from sglang_coserve.metrics import latency_report
+from sglang_coserve.metrics import Summary, latency_report
 from sglang_coserve.terminal import markdown_table, median_and_range
 
 
@@ -20,10 +20,8 @@ def figures(outcome: RunOutcome) -> dict[str, Any]:
     return {
         "online": found.ttft.n,
         "unfinished": outcome.num_unfinished,
-        "ttft_p50_ms": in_ms(found.ttft.p50_s),
-        "ttft_p99_ms": in_ms(found.ttft.p99_s),
-        "itl_p50_ms": in_ms(found.itl.p50_s),
-        "itl_p99_ms": in_ms(found.itl.p99_s),
+        **percentiles_ms("ttft", found.ttft),
+        **percentiles_ms("itl", found.itl),
         "offline_tokens_per_s": outcome.offline_tokens_per_s,
         "counters": outcome.counters,
     }
@@ -52,6 +50,11 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
 
 def _median(runs: Sequence[Mapping[str, Any]], name: str) -> str:
     return f"{np.median([one[name] for one in runs]):.1f}"
+
+
+def percentiles_ms(name: str, summary: Summary) -> dict[str, float]:
+    """Return the figures of a latency: its P50 and P99 in milliseconds."""
+    return {f"{name}_p50_ms": in_ms(summary.p50_s), f"{name}_p99_ms": in_ms(summary.p99_s)}
 
 
 def in_ms(seconds: float | None) -> float:

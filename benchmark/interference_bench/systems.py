@@ -26,7 +26,7 @@ class EngineSystem:
 ALONE: Final = "online alone"
 
 SYSTEMS: Final[Mapping[str, EngineSystem]] = {
-    ALONE: EngineSystem(coserve={"offline_policy": "fifo"}, has_offline=False),
+    ALONE: EngineSystem(has_offline=False),
     "coserve": EngineSystem(coserve={"offline_policy": "coserve"}, takes_slo=True),
     "coserve, slowdown 10%": EngineSystem(
         coserve={"offline_policy": "coserve", "online_slowdown": "10%"}

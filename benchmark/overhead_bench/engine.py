@@ -30,7 +30,6 @@ LEAST_PASSES: Final = 8
 _POLICY: Final = {"offline_policy": "coserve"}
 SYSTEMS: Final = {
     "coserve": EngineSystem(_POLICY),
-    "fifo": EngineSystem({"offline_policy": "fifo"}),
     "stock priority": EngineSystem(flags={"enable_priority_scheduling": True}),
     "bros": EngineSystem({"offline_policy": "bros"}),
     "coserve overlap on": EngineSystem(_POLICY, {"disable_overlap_schedule": False}),
@@ -70,6 +69,12 @@ class TimedEngine:
         self._time_passes()
         for _ in range(NUM_ONLINE):
             self._send(self._tokens(64), ONLINE_OUTPUT_TOKENS, is_offline=False)
+
+    def attention_backend(self) -> str:
+        """Return the name of the attention backend in effect."""
+        from sglang_coserve.srt.profiling.executor import machine_of
+
+        return machine_of(self.scheduler).attention_backend
 
     def run(self, num_waiting: int, num_passes: int, limit_s: float) -> list[Pass]:
         """Run passes, before each of which so many wait; return all but the first ones."""

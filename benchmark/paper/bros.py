@@ -25,6 +25,7 @@ from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.step import Bound
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
@@ -68,7 +69,7 @@ class RoundRobin(FcfsPolicy):
         prefill_online(batch, math.inf, may_retract=False)
 
     def _serve_be(self, batch: StepBuilder) -> None:
-        batch.offline_budget_s = math.inf
+        batch.raise_offline(math.inf, Bound.NONE)
         decode_offline(batch, batch.offline_decodes)
         prefill_offline(batch)
 

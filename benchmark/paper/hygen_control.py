@@ -14,9 +14,9 @@ from typing import Final
 
 from paper.experiment import Cell, Findings
 from paper.hygen_budgets import METRICS
+from paper.hygen_predictor import HygenModel
 from paper.hygen_settings import LLAMA, Setting, Tried, serve, tokens_per_s
 from paper.testbed import Testbed
-from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
 from sglang_coserve.core.latency_model.model import FitReport, LatencyModel, Sample, SampleTable
 from sglang_coserve.core.planning.offline_phase import serve_offline
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
@@ -30,7 +30,6 @@ QWEN: Final = Setting(
     Testbed(model="qwen-14b", hardware="a40", kv_capacity_tokens=18_000), qps=0.25
 )
 WINDOW_S: Final = 20.0
-LINEAR: Final = LinearModel.of(HYGEN)
 
 
 class WholePromptsPolicy(HygenPolicy):
@@ -132,7 +131,7 @@ def fits(setting: Setting, part: tuple[float, float]) -> dict[str, LatencyModel]
         "shorter work": serve(short, part, HygenPolicy, budget_s(setting)).steps,
         "the shapes of `coserve profile`": grid,
     }
-    return {name: LINEAR.fitted(SampleTable.of(steps)) for name, steps in works.items()}
+    return {name: HygenModel().fitted(SampleTable.of(steps)) for name, steps in works.items()}
 
 
 def accuracy(part: tuple[float, float]) -> Findings:

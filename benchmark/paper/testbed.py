@@ -14,6 +14,7 @@ from itertools import count
 from typing import Final
 
 from common.arrivals import gamma_arrivals, synthesize
+from sglang_coserve.core.control.slo import Latency, Slo, Statistic
 from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError
@@ -142,8 +143,20 @@ class Testbed(SimulationOptions):
     """Steps on a real device are not all alike."""
 
     def with_targets(self, targets: SloTargets | None = None) -> SimulationSetup:
-        """Return the machine with these targets, the same for every policy."""
-        return replace(self.setup(CoservePolicy.name), targets=targets or SloTargets())
+        """Return the machine with these targets alone, the same for every policy.
+
+        The target per token limits each gap under every policy, as the papers' algorithms take it.
+        The defaults of the policy coserve do not hold.
+        """
+        setup, targets = self.setup(CoservePolicy.name), targets or SloTargets()
+        limits_s = ((Latency.TTFT, targets.ttft_s), (Latency.TBT, targets.tpot_s))
+        slos = tuple(
+            Slo(latency, Statistic.P99, limit_s=limit_s)
+            for latency, limit_s in limits_s
+            if limit_s is not None
+        )
+        scheduler = replace(setup.scheduler, stream_slowdown=None)
+        return replace(setup, targets=targets, slos=slos, scheduler=scheduler)
 
 
 def p99_ttft_ms(result: SimulationResult) -> float:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from secrets import compare_digest
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,8 +23,10 @@ ENGINE_PATHS: Final = (
 """Routes that bring requests to SGLang's engine, but for the WebSocket /v1/realtime: what it brings
 is online."""
 
-OBJECTIVE_HEADERS: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
-"""llm-d's and its older one, of which the first that is there counts: it names the class."""
+IDLE_CONNECTION_S: Final = 120
+"""Time for which a server and a gateway keep an idle connection. Routers and clients keep theirs
+for 50 to 90 s. Where a server's time is shorter, they send requests into connections that are just
+being closed."""
 
 _BYTES_PER_S: Final = 32 << 20
 """Rate limit; takes 5% of one core of an AMD EPYC with chunks of 60 kB. Without it uvicorn takes a
@@ -84,21 +86,10 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def error_content(status: int, message: str) -> dict[str, Any]:
-    """Return the JSON of an error in the format of SGLang's OpenAI routes."""
-    return {
-        "object": "error",
-        "message": message,
-        "type": "BadRequestError" if status == 400 else HTTPStatus(status).phrase,
-        "param": None,
-        "code": status,
-    }
-
-
 def openai_error(
-    status: int, message: str, code: str, param: str | None = None
+    status: int, message: str, code: str | None = None, param: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the JSON of an error in OpenAI's format, of routes that are ours."""
+    """Return the JSON of an error in OpenAI's form."""
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         kind = "server_error"
     elif code == "insufficient_quota":
@@ -111,8 +102,8 @@ def openai_error(
 
 
 async def send_error(send: Send, status: int, message: str) -> None:
-    """Send an error response in the format of SGLang's OpenAI routes."""
-    await send_json(send, status, error_content(status, message))
+    """Send an error response in OpenAI's form."""
+    await send_json(send, status, openai_error(status, message))
 
 
 async def send_json(
@@ -124,6 +115,40 @@ async def send_json(
     start = [(name.encode(), value.encode()) for name, value in own.items()]
     await send({"type": "http.response.start", "status": status, "headers": start})
     await send({"type": "http.response.body", "body": body})
+
+
+class FramingMiddleware:
+    """ASGI middleware that refuses a request whose end two readers may see in different places.
+
+    A proxy that goes by ``Content-Length`` and a server that goes by ``Transfer-Encoding``, or the
+    other way round, take the rest of one request for the next one (RFC 9112, 6.1). Add this
+    middleware last, so that it runs before any that reads a body or checks a key.
+    """
+
+    is_before_keys: ClassVar[bool] = True
+    """Runs before SGLang's check of keys, which is added later."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        is_old = scope.get("http_version") == "1.0"
+        if scope["type"] == "http" and _is_ambiguous(scope["headers"], is_old=is_old):
+            codings = "" if is_old else ", or Transfer-Encoding: chunked, and not both"
+            message = f"send one Content-Length{codings}"
+            await send_json(send, 400, openai_error(400, message), {"connection": "close"})
+        else:
+            await self._app(scope, receive, send)
+
+
+def _is_ambiguous(headers: Iterable[tuple[bytes, bytes]], *, is_old: bool) -> bool:
+    """``is_old`` says that the request is of HTTP/1.0, which knows no codings."""
+    lengths = [value for name, value in headers if name.lower() == b"content-length"]
+    codings = [value for name, value in headers if name.lower() == b"transfer-encoding"]
+    if codings:
+        return is_old or bool(lengths) or [each.strip().lower() for each in codings] != [b"chunked"]
+    return len(lengths) > 1 or not all(each.isdigit() for each in lengths)
 
 
 class UnreadBodyMiddleware:

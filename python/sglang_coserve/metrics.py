@@ -72,8 +72,13 @@ class RequestTimeline:
 
     @property
     def itls_s(self) -> tuple[float, ...]:
-        """Inter-token latencies t_(i+1) − t_i, the papers' TBT: n − 1 of them."""
-        return tuple(later - earlier for earlier, later in pairwise(self.token_times_s))
+        """Inter-token latencies, the papers' TBT: times between two deliveries of tokens.
+
+        Tokens that were delivered together have no gap between them, so the values are at most
+        n − 1, and none is 0.
+        """
+        pairs = pairwise(self.token_times_s)
+        return tuple(later - earlier for earlier, later in pairs if later > earlier)
 
     @property
     def e2e_s(self) -> float | None:
@@ -133,7 +138,7 @@ class LatencyReport:
     ttft: Summary
     tpot: Summary
     itl: Summary
-    """One value per gap between tokens, not one per request."""
+    """One value per gap between deliveries of tokens, not one per request."""
 
     e2e: Summary
     normalized: Summary

@@ -1,4 +1,4 @@
-"""Writes docs/routes.md, the page of all routes beside SGLang's, from the applications.
+"""Writes docs/routes.md, the page of all routes, from the applications and the table of SGLang's.
 
 python scripts/reference/routes_page.py
 """
@@ -13,10 +13,10 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Route
 
-from sglang_coserve.batch.routes import add_batch_routes
+from sglang_coserve.batch.api import add_batch_routes
 from sglang_coserve.fleet.gateway import gateway_app
-from sglang_coserve.fleet.online_requests import ONLINE_PATHS
 from sglang_coserve.fleet.options import GatewayOptions
+from sglang_coserve.guard.route_table import DECISIONS, Decision
 from sglang_coserve.srt.routes.drain import Health
 from sglang_coserve.srt.routes.engine_routes import add_load_route, add_trace_route
 
@@ -25,10 +25,9 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "routes.md"
 _TOP: Final = """\
 # All routes
 
-For those who write clients: what a server answers beside [SGLang's routes](marks.md), and a
-gateway. Batches have [a page](batch_api.md), `/coserve/drain`
-[another](fleet.md#taking-an-engine-out). `/coserve` is [the page to watch](watch.md) of both;
-`/coserve/view` and `/coserve/status` are its data. [A
+Routes of a server and of a gateway, for those who write clients. Batches have [a
+page](batch_api.md), `/coserve/drain` [another](fleet.md#taking-an-engine-out). `/coserve` is [the
+page to watch](watch.md) of both; `/coserve/view` and `/coserve/status` are its data. [A
 script](../scripts/reference/routes_page.py) makes this page.
 """
 
@@ -50,9 +49,23 @@ def page() -> str:
     for title, rows in sections:
         table = "".join(f"| `{methods} {path}` | {text} |\n" for path, methods, text in rows)
         parts.append(f"## {title}\n\n| route | |\n|---|---|\n{table}")
-    online = ", ".join(f"`{path}`" for path in ONLINE_PATHS)
-    parts.append(f"Online requests go on to `--router`, or are told where to go: {online}.\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _SGLANGS + "".join(map(_row_of, DECISIONS))])
+
+
+_SGLANGS: Final = """\
+## SGLang's, on a server
+
+A server answers 404 at any route of SGLang's that is not in this table. Who may call one depends on
+[the keys](security.md#keys).
+
+| routes | who may call them | what they compute | bound |
+|---|---|---|---|
+"""
+
+
+def _row_of(decision: Decision) -> str:
+    paths = ", ".join(f"`{path}`" for path in decision.paths)
+    return f"| {paths} | {decision.caller.value} | {decision.work} | {decision.bound} |\n"
 
 
 def _gateway() -> FastAPI:

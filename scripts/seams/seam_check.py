@@ -13,7 +13,7 @@ from typing import Final
 
 import sglang_coserve
 from seams import NameUse, Seam, seams_of
-from sglang_coserve.srt.compat.versions import uses_v22
+from sglang_coserve.srt.compat.versions import uses_v23
 from source_tree import Definition, SourceTree
 
 _ROOT: Final = Path(sglang_coserve.__file__).parent
@@ -74,7 +74,7 @@ def _unknown_keywords(tree: SourceTree, version: str) -> list[str]:
 
 def _own_nodes(version: str) -> Iterator[tuple[ast.AST, str]]:
     """Yield the syntax of what ``version`` uses of ours, and of which file it is."""
-    unused = _ROOT / "srt" / "compat" / ("v17.py" if uses_v22(version) else "v22.py")
+    unused = _ROOT / "srt" / "compat" / ("v17.py" if uses_v23(version) else "v23.py")
     for path in own_files():
         if path != unused:
             where = str(path.relative_to(_ROOT))

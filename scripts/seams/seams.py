@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.srt.compat.requests import STATEFUL_FIELDS, STATEFUL_PARAMS
-from sglang_coserve.srt.compat.versions import SUPPORTED, uses_v22, version_key
+from sglang_coserve.srt.compat.versions import SUPPORTED, uses_v23, version_key
 
 _OLDEST: Final = SUPPORTED[0]
 
@@ -49,12 +49,12 @@ class Seam:
     """The first version that has it."""
 
     is_only_in_v17: bool = False
-    """Whether ``v22`` does without it."""
+    """Whether ``v23`` does without it."""
 
     def is_in(self, version: str) -> bool:
         """Return whether it is relied on in ``version``, also in one that is not supported: by
         what ``by_version`` would choose for it."""
-        if not uses_v22(version):
+        if not uses_v23(version):
             return self.first == _OLDEST
         return not self.is_only_in_v17 and version_key(self.first) <= version_key(version)
 

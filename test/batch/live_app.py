@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from app_thread import TIMEOUT_S, app_thread
 from batch.scripted_backend import ScriptedBackend
 from calls import client_of
+from sglang_coserve.batch.api import add_batch_routes
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.batch.routes.caller import set_admin_key, set_service
 from sglang_coserve.batch.service import BatchService
 

@@ -6,13 +6,15 @@ import asyncio
 import base64
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from batch.manual_clock import ManualClock
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
+from sglang_coserve.batch.context import EventDelivery, JobContext
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.schemas import (
     BatchObject,
@@ -21,14 +23,10 @@ from sglang_coserve.batch.schemas import (
     FileObject,
 )
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.batch.webhooks import WebhookTarget
 
 T = TypeVar("T")
 OWNER = "owner"
 SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
-NOBODY = WebhookTarget("http://127.0.0.1:9/", SECRET)
-"""Where nobody listens."""
-
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 
@@ -41,6 +39,12 @@ def line(custom_id: str, **body: Any) -> str:
 def lines(count: int, prefix: str = "id", **body: Any) -> bytes:
     """A valid file."""
     return "".join(line(f"{prefix}-{n}", **body) + "\n" for n in range(1, count + 1)).encode()
+
+
+@asynccontextmanager
+async def undelivered(context: JobContext) -> AsyncGenerator[None]:
+    """Leaves the ends of batches in the outbox."""
+    yield
 
 
 async def stream(content: bytes, chunk_bytes: int = 1 << 16) -> AsyncIterator[bytes]:
@@ -142,7 +146,7 @@ async def opened(
     backend: ScriptedBackend | None = None,
     clock: ManualClock | None = None,
     *,
-    webhook: WebhookTarget | None = None,
+    event_delivery: EventDelivery | None = None,
     rng: random.Random | None = None,
     **limits: Any,
 ) -> Scene:
@@ -152,7 +156,7 @@ async def opened(
         directory,
         backend,
         BatchLimits(**limits),
-        webhook=webhook,
+        event_delivery=event_delivery,
         clock=clock,
         rng=rng or random.Random(),
     )

@@ -23,7 +23,7 @@ from sglang_coserve.jsonl.check_file import (
     check_file,
     estimate_file,
 )
-from sglang_coserve.jsonl.request_line import estimate_tokens, parse_request_line
+from sglang_coserve.jsonl.request_line import estimate_tokens, id_in, parse_request_line
 from sglang_coserve.lines.background import run_module
 
 LIMITS = CheckLimits(max_lines=1000, max_line_bytes=4000, max_faults=5, context_tokens=4096)
@@ -78,6 +78,8 @@ def test_endings_marks_and_blank_lines_do_not_matter(
         (b"\x00\x01\x02", "invalid_json_line"),
         (b"[" * 2000 + b"]" * 2000, "invalid_json_line"),
         (b'{"a":' * 500 + b"1" + b"}" * 500, "invalid_request"),
+        (a_line(body={"prompt": 0}).replace(b"0", b"[" * 520 + b"]" * 520), "invalid_json_line"),
+        (a_line(body={"prompt": 0}).replace(b"0", b"[" * 970 + b"]" * 970), "invalid_json_line"),
         (b"[]", "invalid_json_line"),
         (b"null", "invalid_json_line"),
         (b'"text"', "invalid_json_line"),
@@ -87,6 +89,8 @@ def test_endings_marks_and_blank_lines_do_not_matter(
         ),
         (a_line(custom_id=7), "invalid_request"),
         (a_line(custom_id=""), "invalid_request"),
+        (a_line(custom_id="x" * 513), "invalid_request"),
+        (a_line(custom_id="b", body={"model": "x" * 257}), "model_mismatch"),
         (a_line(method="GET"), "invalid_request"),
         (a_line(url="/v1/chat/completions"), "url_mismatch"),
         (a_line(url=["/v1/completions"]), "url_mismatch"),
@@ -125,6 +129,8 @@ def test_a_line_that_is_too_large_fails_alone(
         (a_line(body=["x" * 5000]), "invalid_request"),
         (a_line(body={"prompt": "x" * 5000}, url="/v1/embeddings"), "url_mismatch"),
         (a_line(body={"prompt": "x" * 5000}, custom_id=[]), "invalid_request"),
+        (a_line(custom_id="x" * 5000), "invalid_request"),
+        (a_line(body={"model": "x" * 5000}), "model_mismatch"),
     ],
 )
 def test_a_large_line_is_checked_but_for_its_body(
@@ -255,6 +261,35 @@ def test_the_process_says_what_the_function_says(tmp_path: Path) -> None:
     path.write_bytes(lines(1) + b"{\n")
     (fault,) = checked_apart(path)["faults"]
     assert (fault["code"], fault["line"]) == ("invalid_json_line", 2)
+
+
+def test_what_a_process_says_is_bounded() -> None:
+    with pytest.raises(StorageError, match="printed more than"):
+        asyncio.run(run_module("counting", "timeit", "-n1", "-r1", "print('x' * (1 << 21))"))
+
+
+def test_names_as_long_as_may_be_and_nesting_as_deep_are_taken() -> None:
+    body = {"model": "m" * 256, "prompt": "nested", "flat": [[]] * 300}
+    content = a_line(custom_id="x" * 512, body=body)
+    assert codes(content.replace(b'"nested"', b"[" * 500 + b"]" * 500)) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "custom_id"),
+    [
+        (a_line(url=5), "a"),
+        (b'{"custom_id": "a", "body": 5, "body": {}}', "a"),
+        (a_line(custom_id="x" * 513), None),
+        (a_line(custom_id=7), None),
+        (b'{"custom_id": "a", ', None),
+        (b'{"custom_id": "\xff"}', None),
+        (b'{"custom_id": "a", "body": ' + b"[" * 5000, None),
+    ],
+)
+def test_a_line_that_is_no_request_is_named_where_it_can_be(
+    content: bytes, custom_id: str | None
+) -> None:
+    assert id_in(content) == custom_id
 
 
 def test_a_check_that_cannot_be_made_is_no_verdict(tmp_path: Path) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from batch.scenarios import lines, opened
+from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend, failure
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.errors import StartupError
+from sglang_coserve.disk_room import DiskRoom
+from sglang_coserve.errors import StartupError, StorageError
+
+BATCH = "batch_" + "0" * 24
 
 
 async def opened_and_closed(root: Path) -> None:
@@ -121,3 +126,86 @@ class TestDirectory:
         for name in ("../x", "", "file-", "file-" + "g" * 24, "file-" + "0" * 25, "/etc/passwd"):
             with pytest.raises(AssertionError):
                 directory.file(name)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Says how many bytes of every disk are free; files that are there are not counted."""
+    found = shutil.disk_usage("/")
+
+    def is_free(size_bytes: int) -> None:
+        usage = found._replace(free=size_bytes)
+        monkeypatch.setattr("sglang_coserve.disk_room.shutil.disk_usage", lambda _: usage)
+
+    return is_free
+
+
+class TestFullDisk:
+    async def test_a_start_makes_room_for_itself(
+        self, tmp_path: Path, free: Callable[[int], None]
+    ) -> None:
+        await opened_and_closed(tmp_path)
+        assert (tmp_path / "spare").stat().st_size == 1 << 20
+        for folder in ("journal", "order"):
+            (tmp_path / folder / BATCH).write_bytes(b"x")
+        free(0)
+        async with (await opened(tmp_path)).service as service:
+            left = {path.name for path in tmp_path.rglob("*")}
+            assert left.isdisjoint({"spare", BATCH})
+            assert (await service.list_files(OWNER)).data == []
+        free(1 << 40)
+        await opened_and_closed(tmp_path)
+        assert (tmp_path / "spare").stat().st_size == 1 << 20
+
+    @pytest.mark.parametrize("may_displace", [True, False])
+    def test_journals_give_way_to_all_but_journals(
+        self, tmp_path: Path, free: Callable[[int], None], may_displace: bool
+    ) -> None:
+        directory = DataDirectory(tmp_path)
+        directory.open()
+        try:
+            journal = directory.journal(BATCH)
+            journal.write_bytes(b"x")
+            free(99)
+            with (
+                pytest.raises(OSError, match="No space left"),
+                directory.room.take(10, 90, may_displace=may_displace),
+            ):
+                pass
+            assert journal.exists() is not may_displace
+        finally:
+            directory.close()
+
+    def test_what_is_promised_to_one_is_not_to_another(
+        self, tmp_path: Path, free: Callable[[int], None]
+    ) -> None:
+        free(100)
+        room = DiskRoom(tmp_path, lambda: None)
+        with room.take(60, 20):
+            assert room.free_bytes() == 40
+            with pytest.raises(OSError, match="No space left"), room.take(30, 20):
+                pass
+        with room.take(80, 20):
+            pass
+
+    async def test_uploads_displace_journals_and_are_refused_after_that(
+        self, tmp_path: Path, free: Callable[[int], None]
+    ) -> None:
+        backend = ScriptedBackend(holds=True)
+        scene = await opened(tmp_path, backend, journal_interval_s=0.01)
+        async with scene.service:
+            batch = await scene.create(lines(1))
+            await scene.in_flight(1)
+            backend.held("id-1").generate(2)
+            journal = tmp_path / "journal" / batch.id
+            await scene.clock.until(journal.exists)
+            free(0)
+            with pytest.raises(StorageError, match="disk is full"):
+                await scene.upload(lines(1))
+            assert not journal.exists()
+            backend.held("id-1").generate(2)
+            backend.finish_all()
+            assert "No space left" in await scene.warning(batch.id)
+            free(1 << 40)
+            backend.holds = False
+            assert (await scene.ends(batch.id)).status == "completed"

@@ -96,6 +96,17 @@ def test_an_upload_by_drops_is_given_up(tmp_path: Path) -> None:
         assert b" 408 " in head
 
 
+def test_a_response_whose_body_stands_still_is_given_up(app: LiveApp) -> None:
+    with closing(socket.create_connection(("127.0.0.1", app.port), TIMEOUT_S)) as connection:
+        connection.sendall(
+            b"POST /v1/responses HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n{"
+        )
+        answer = b""
+        while more := connection.recv(1 << 16):
+            answer += more
+    assert b" 408 " in answer.partition(b"\r\n")[0] and b"connection: close" in answer
+
+
 def test_downloads_that_nobody_reads_end(app: LiveApp) -> None:
     assert app.service is not None
     service = app.service

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_coserve.errors import StorageError
+from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_source import LineBitmap
 
@@ -132,10 +137,54 @@ def test_a_damaged_byte_costs_tokens_but_makes_none(
     assert list(again.tokens(1)) == [*tokens, 7]
 
 
+def test_a_file_that_was_deleted_or_cut_is_written_whole_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = a_journal(path)
+    for number, lose in enumerate((path.unlink, lambda: os.truncate(path, 40))):
+        journal.add(1, [number])
+        write(journal)
+        lose()
+        journal.add(2, [number])
+        write(journal)
+        write(journal)
+        again = a_journal(path)
+        again.load(bitmap())
+        assert [again.tokens(line) for line in (1, 2)] == [(*range(number + 1),)] * 2
+
+
+async def test_a_full_disk_costs_no_tokens_and_stops_no_batch(tmp_path: Path) -> None:
+    path, free_bytes = tmp_path / "journal", 100
+
+    @contextmanager
+    def room(size_bytes: int) -> Iterator[None]:
+        if size_bytes > free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+
+    journal = TokenJournal(path, "m", COMPACT_BYTES, room)
+    threads = WorkerThreads("test", 1)
+    journal.add(1, range(10))
+    await journal.save(threads)
+    before = path.read_bytes()
+    journal.add(1, range(100))
+    await journal.save(threads)
+    assert path.read_bytes() == before
+    write(journal)  # There was room when it was asked for, and none when it was written.
+    assert path.read_bytes() == before
+    free_bytes = 1000
+    journal.add(1, [7])
+    await journal.save(threads)
+    await threads.close()
+    again = a_journal(path)
+    again.load(bitmap())
+    assert again.tokens(1) == (*range(10), *range(100), 7)
+
+
 def test_a_failing_disk_is_named(tmp_path: Path) -> None:
-    journal = a_journal(Path("/dev/full"))
+    (tmp_path / "no directory").touch()
+    journal = a_journal(tmp_path / "no directory" / "journal")
     journal.add(1, [1])
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(StorageError, match="Not a directory"):
         write(journal)
     with pytest.raises(StorageError, match=str(tmp_path)):
         a_journal(tmp_path).delete()

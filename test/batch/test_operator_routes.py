@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from openai.types import FileObject
 
 from batch.live_app import LiveApp
 from batch.route_calls import create, engine_has, records, until
@@ -30,6 +31,41 @@ def admin(app: LiveApp, method: str, path: str, key: str | None = ADMIN) -> http
     value = f"Bearer {key}".strip().encode("latin-1")
     headers = {} if key is None else {b"authorization": value}
     return httpx.request(method, f"{app.base_url}/coserve/batches{path}", headers=headers)
+
+
+def test_what_a_key_had_is_given_to_another(app: LiveApp) -> None:
+    with app.client("old") as old, app.client("new") as new:
+        batch = old.batches.create(
+            input_file_id=(file := upload(old)).id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+            extra_headers={"idempotency-key": "k"},
+        )
+        other = new.batches.create(
+            input_file_id=upload(new).id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+            extra_headers={"idempotency-key": "k"},
+        )
+        engine_has(app, 2)
+        address = f"{app.base_url}/coserve/owners/{owner_of('old')}/move"
+        body = {"to": owner_of("new")}
+        key = {"authorization": f"Bearer {ADMIN}"}
+        assert httpx.post(address, json=body, headers={"authorization": "Bearer new"}).is_error
+        assert httpx.post(address, json={"to": "new"}, headers=key).status_code == 400
+        assert httpx.post(address.replace("owners/", "owners/x"), json=body, headers=key).is_error
+        moved = httpx.post(address, json=body, headers=key).raise_for_status().json()
+        assert (moved["files"], moved["batches"]) == (1, 1)
+        assert {each.id for each in new.batches.list()} == {batch.id, other.id}
+        assert list(old.batches.list()) == []
+        app.in_loop(app.backend.finish_all)
+        done = until(new, batch.id, "completed")
+        assert list(records(new, done.output_file_id)) == ["id-1"]
+        assert new.files.retrieve(file.id).id == file.id
+
+
+def upload(client: openai.OpenAI) -> FileObject:
+    return client.files.create(file=("in.jsonl", lines(1)), purpose="batch")
 
 
 def test_the_operator_sees_and_ends_anybodys(app: LiveApp) -> None:

@@ -140,7 +140,7 @@ class TestQuota:
         scene = await opened(tmp_path, min_free_bytes=1)
         files = tmp_path / "files"
 
-        def free_bytes(_: object) -> int:
+        def free_bytes(_: object, wanted_bytes: int) -> int:
             return 8 * MIB - sum(file.stat().st_size for file in files.iterdir())
 
         kind = type(scene.service.context.directory)

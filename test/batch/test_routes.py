@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,28 @@ def app(tmp_path: Path) -> Iterator[LiveApp]:
 
 
 # --- Files -------------------------------------------------------------------------------
+
+
+def test_no_client_learns_where_the_server_keeps_its_files(
+    app: LiveApp, client: openai.OpenAI
+) -> None:
+    assert app.service is not None and app.data is not None
+    store = app.service.context.store
+    app.in_loop(lambda: setattr(store, "_attempt", broken))
+    for call in (
+        lambda: client.files.create(file=lines(1), purpose="batch"),
+        lambda: client.batches.retrieve("batch_1"),
+        lambda: client.files.list(),
+    ):
+        with pytest.raises(openai.InternalServerError) as caught:
+            call()
+        assert "coserve.sqlite failed: no such table" in str(caught.value)
+        assert str(app.data) not in str(caught.value)
+    app.in_loop(lambda: delattr(store, "_attempt"))
+
+
+def broken(_work: object) -> None:
+    raise sqlite3.OperationalError("no such table")
 
 
 def test_a_file_comes_back_as_it_was(client: openai.OpenAI) -> None:

@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from batch.live_app import LiveApp
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch.routes import add_batch_routes
+from sglang_coserve.batch.api import add_batch_routes
 
 
 def document() -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_every_call_is_answered_as_documented(
     base_url: str, operation: Any, mode: GenerationMode
 ) -> None:
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=10, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=10, suppress_health_check=list(HealthCheck))
     def answered(case: Any) -> None:
         # A file that is there, a duration: no schema says it all.
         case.call_and_validate(base_url=base_url, excluded_checks=[positive_data_acceptance])

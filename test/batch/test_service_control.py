@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from batch.scenarios import NOBODY, OWNER, lines, opened, wanted
+from batch.scenarios import OWNER, lines, opened, undelivered, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.routes import view
 from sglang_coserve.batch.routes.caller import set_service
@@ -111,7 +111,7 @@ async def test_a_service_that_closes_waits_for_who_is_creating_a_batch(tmp_path:
 
 async def test_the_status_counts_batches_and_lines(tmp_path: Path) -> None:
     backend = ScriptedBackend(holds=True)
-    scene = await opened(tmp_path, backend, webhook=NOBODY, max_in_flight=3)
+    scene = await opened(tmp_path, backend, event_delivery=undelivered, max_in_flight=3)
     async with scene.service as service:
         idle = await service.status()
         assert (idle.batches, idle.lines_waiting, idle.webhooks_pending) == ({}, 0, 0)

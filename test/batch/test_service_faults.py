@@ -5,12 +5,16 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batch.manual_clock import ManualClock
-from batch.scenarios import OWNER, Scene, lines, opened
+from batch.scenarios import OWNER, Scene, line, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer
+from sglang_coserve.batch.state import Progressed
+from sglang_coserve.batch.store import batch_rows
+from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.backend import LineRequest, LineResult
 
 
@@ -29,6 +33,66 @@ async def test_results_leave_the_room_that_it_takes_to_make_some(tmp_path: Path)
         assert len(await scene.records(done)) == 3
 
 
+@pytest.mark.parametrize("large", ["", "x" * (1 << 17)], ids=["small", "large"])
+async def test_a_line_that_cannot_be_served_as_it_was_checked_ends_alone(
+    tmp_path: Path, large: str
+) -> None:
+    scene = await opened(tmp_path)
+    async with scene.service as service:
+        batch = await scene.create(
+            lines(1) + line("id-2", x=large).encode() + b"\n" + line("id-3").encode()
+        )
+        await service.change_batch(OWNER, batch.id, "pause")
+        await scene.reaches(batch.id, "in_progress")
+        path = tmp_path / "files" / batch.input_file_id
+        content = path.read_bytes()
+        at = content.index(b'"id-2", "method"')
+        path.write_bytes(content[:at] + content[at:].replace(b'"POST"', b'"PUT" ', 1))
+        await service.change_batch(OWNER, batch.id, "resume")
+        done = await scene.ends(batch.id)
+        assert (done.status, done.coserve.warning) == ("completed", None)
+        records = await scene.records(done)
+        assert sorted(records) == ["id-1", "id-2", "id-3"]
+        answered = records["id-2"]["response"]
+        assert answered["status_code"] == 400
+        assert "line 2 cannot be read" in answered["body"]["error"]["message"]
+
+
+async def test_counts_that_no_database_holds_are_as_good_as_none(tmp_path: Path) -> None:
+    def answers(request: LineRequest) -> LineResult:
+        body = dict(answer(request).body)
+        if request.line == 2:
+            body["usage"] = {"prompt_tokens": 10**19, "completion_tokens": 2**63 - 1}
+        return LineResult(200, "r", body)
+
+    scene = await opened(tmp_path, ScriptedBackend(answers=answers))
+    async with scene.service:
+        done = await scene.ends((await scene.create(lines(4))).id)
+        assert (done.status, done.request_counts.completed) == ("completed", 4)
+        assert 2**32 < done.usage.total_tokens < 2**34
+
+
+async def test_a_batch_that_fails_keeps_the_results_that_could_not_be_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = batch_rows.apply
+
+    def broken(connection: Any, batch_id: str, event: Any, *args: Any, **more: Any) -> Any:
+        if isinstance(event, Progressed):
+            raise StorageError("cannot count")
+        return apply(connection, batch_id, event, *args, **more)
+
+    monkeypatch.setattr(batch_rows, "apply", broken)
+    scene = await opened(tmp_path)
+    async with scene.service as service:
+        batch = await scene.create(lines(3))
+        assert "cannot count" in await scene.warning(batch.id)
+        await service.change_batch(OWNER, batch.id, "cancel")
+        done = await scene.ends(batch.id)
+        assert done.status == "failed"
+        assert 0 < done.request_counts.completed == len(await scene.records(done))
+
+
 async def test_an_input_that_is_gone_is_named_and_can_be_cancelled(tmp_path: Path) -> None:
     scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
     async with scene.service as service:
@@ -38,7 +102,9 @@ async def test_an_input_that_is_gone_is_named_and_can_be_cancelled(tmp_path: Pat
         scene.backend.holds = False
         scene.backend.finish_all()
 
-        assert "No such file" in await scene.warning(batch.id)
+        warning = await scene.warning(batch.id)
+        assert "No such file" in warning
+        assert f"files/{batch.input_file_id}" in warning and str(tmp_path) not in warning
         await service.change_batch(OWNER, batch.id, "cancel")
         done = await scene.ends(batch.id)
         assert done.status == "cancelled"
@@ -53,7 +119,7 @@ async def test_a_bug_stops_one_batch_and_leaves_it_in_its_owners_hands(tmp_path:
         service = scene.service
         batches = [await scene.create(lines(3)) for _ in range(2)]
         for batch in batches:
-            assert "internal error: TypeError(" in await scene.warning(batch.id)
+            assert "internal error: TypeError;" in await scene.warning(batch.id)
         await service.change_batch(OWNER, batches[0].id, "cancel")
         assert (await scene.ends(batches[0].id)).status == "cancelled"
         scene.backend.answers = answer

@@ -76,12 +76,12 @@ class AnyOrder(RuleBasedStateMachine):
         ids = sorted(self.sizes)
         return ids[pick % len(ids)] if ids else None
 
-    @rule(count=st.integers(1, 8), weight=st.sampled_from([0.5, 2.0]), priority=st.integers(0, 1))
-    def somebody_submits(self, count: int, weight: float, priority: int) -> None:
+    @rule(count=st.integers(1, 8), priority=st.integers(0, 1))
+    def somebody_submits(self, count: int, priority: int) -> None:
         if len(self.sizes) < 4:
             content = lines(count, f"b{len(self.sizes)}", max_tokens=20)
             window = f"{WINDOW_S}s"
-            batch = self.run(self.scene.create(content, window, weight=weight, priority=priority))
+            batch = self.run(self.scene.create(content, window, priority=priority))
             self.sizes[batch.id] = count
 
     @rule(pick=PICK, what=st.sampled_from(get_args(BatchAction)))

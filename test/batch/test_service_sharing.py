@@ -28,34 +28,28 @@ async def test_no_more_lines_are_in_flight_than_the_backend_has_use_for(tmp_path
 
 
 async def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> None:
-    """Five batches of the highest priority and weight, one of them urgent, against one."""
-    # About 110 tokens a line: 40 of them take 880 s of half the rate, and 2640 s with others.
-    backend = ScriptedBackend(holds=True, tokens_per_s=10.0)
+    """Five batches of the highest priority against one; of the five the earliest deadline goes."""
+    backend = ScriptedBackend(holds=True)
     scene = await opened(tmp_path, backend, max_in_flight=1)
     async with scene.service:
         ids = []
         for n in range(5):
             window = "2000s" if n == 4 else "24h"
-            batch = await scene.create(
-                lines(40, "greedy", max_tokens=100), window, "greedy", priority=100, weight=100
-            )
+            batch = await scene.create(lines(40, "greedy"), window, "greedy", priority=100)
             await scene.reaches(batch.id, "in_progress", owner="greedy")
             ids.append(batch.id)
-        modest = await scene.create(
-            lines(40, "modest", max_tokens=100), owner="modest", priority=-100, weight=0.01
-        )
+        modest = await scene.create(lines(40, "modest"), owner="modest", priority=-100)
         await scene.reaches(modest.id, "in_progress", owner="modest")
         slots = scene.service.context.slots
         await scene.clock.until(lambda: len(slots._waiting) == 6, "every batch waits")
-        await scene.clock.until(lambda: any(share.is_urgent for share in slots._jobs))
         seen = len(backend.started)
         for count in range(seen + 1, seen + 21):
             backend.in_flight[0].finish()
             await scene.clock.until(lambda n=count: len(backend.started) == n)  # type: ignore[misc]
         order = [name_of(request).split("-")[0] for request in backend.started[seen:]]
         assert Counter(order) == {"greedy": 10, "modest": 10}
-        urgent = {request.batch_id for request in backend.started[seen:]} - {modest.id}
-        assert urgent == {ids[4]}
+        first = {request.batch_id for request in backend.started[seen:]} - {modest.id}
+        assert first == {ids[4]}
 
 
 async def test_owners_take_turns_at_validation(
@@ -66,10 +60,10 @@ async def test_owners_take_turns_at_validation(
     is_open = asyncio.Event()
     run = job_lines.run_module
 
-    async def noted(what: str, module: str, *arguments: str) -> Any:
+    async def noted(what: str, module: str, *arguments: str, **variables: str) -> Any:
         begun.append(Path(arguments[0]).name)
         await is_open.wait()
-        return await run(what, module, *arguments)
+        return await run(what, module, *arguments, **variables)
 
     monkeypatch.setattr(job_lines, "run_module", noted)
     scene = await opened(tmp_path, ScriptedBackend(holds=True))

@@ -39,7 +39,7 @@ class LifeOfABatch(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batch = a_batch(forecast_s=1.0)
+        self.batch = a_batch()
         self.now_s = 0.0
         self.history = [self.batch.status]
 
@@ -64,9 +64,7 @@ class LifeOfABatch(RuleBasedStateMachine):
             self.happens(event)
             assert self.batch == once
             if event != Asked("cancel"):
-                is_paused = event == Asked("pause")
-                forecast_s = None if is_paused else before.forecast_s
-                assert once == replace(before, is_paused=is_paused, forecast_s=forecast_s)
+                assert once == replace(before, is_paused=event == Asked("pause"))
         else:
             with pytest.raises(ConflictError, match=f"it is {before.status}"):
                 transition(before, event, self.now_s)

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,13 +66,115 @@ async def test_a_full_disk_is_named_and_changes_nothing(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_a_full_disk_gets_the_room_that_others_can_do_without(tmp_path: Path) -> None:
+    asked = 0
+
+    def make_room() -> None:
+        nonlocal asked
+        asked += 1
+        store._connection.execute("PRAGMA max_page_count=1000000")
+
+    store = await Store.open(tmp_path / "db", make_room)
+    pages = await store.run(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+    await store._thread.run(lambda: store._connection.execute(f"PRAGMA max_page_count={pages}"))
+    for number in range(100):
+        await store.run(file_rows.insert, a_file(f"file-{number}", filename="x" * 200))
+    count = await store.run(lambda db: db.execute("SELECT count(*) FROM files").fetchone()[0])
+    assert (count, asked) == (100, 1)
+    await store.close()
+
+
+def ended(connection: sqlite3.Connection, number: int, limits: BatchLimits, **changes: Any) -> None:
+    """A batch of ``o`` that has been created, and has failed, at ``number`` seconds."""
+    batch = a_batch(id=f"batch_{number}", created_at_s=float(number), **changes)
+    if batch.response is not None:
+        batch = replace(batch, input_file_id=f"file-of-{number}")
+        file_rows.insert(connection, a_file(batch.input_file_id, batch.owner, purpose="response"))
+    batch_rows.create(connection, batch, limits, FREE_BYTES)
+    batch_rows.apply(connection, batch.id, Failed(()), float(number))
+
+
+def left(connection: sqlite3.Connection) -> list[str]:
+    return [batch.id for batch in batch_rows.page(connection, None, after=None, limit=1000)]
+
+
+@pytest.mark.parametrize("response", [None, {}], ids=["batches", "responses"])
+def test_the_oldest_ended_rows_of_an_owner_go(
+    connection: sqlite3.Connection, response: dict[str, Any] | None
+) -> None:
+    limits = BatchLimits(max_ended_batches_per_owner=3)
+    file_rows.insert(connection, a_file())
+    file_rows.insert(connection, a_file("file-4", owner="other"))
+    ended(connection, 0, limits, owner="other", input_file_id="file-4", response=response)
+    batch_rows.create(connection, a_batch(), limits, FREE_BYTES)
+    for number in range(2, 9):
+        ended(connection, number, limits, response=response)
+    assert left(connection) == [f"batch_{number}" for number in (8, 7, 6, 5, 1, 0)]
+
+
+def test_ended_rows_of_an_owner_have_a_quota(connection: sqlite3.Connection) -> None:
+    limits = BatchLimits(max_ended_bytes_per_owner=110_000)
+    file_rows.insert(connection, a_file())
+    metadata = {f"{n}": "\U0001f600" * 512 for n in range(16)}
+    for number in range(6):
+        ended(connection, number, limits, metadata=metadata)
+    assert left(connection) == ["batch_5", "batch_4", "batch_3", "batch_2"]
+    (size_bytes,) = connection.execute("SELECT sum(row_bytes) FROM batches").fetchone()
+    assert 4 * 16 * 2048 < size_bytes < 4 * 16 * 2048 + 4 * 800
+
+
+def test_what_an_owner_has_is_summed_up_in_an_index(connection: sqlite3.Connection) -> None:
+    asked: list[str] = []
+    connection.set_trace_callback(asked.append)
+    file_rows.insert(connection, a_file())
+    batch_rows.create(connection, a_batch(), BatchLimits(), FREE_BYTES)
+    connection.set_trace_callback(None)
+    (query,) = (each for each in asked if "sum(row_bytes)" in each)
+    (step,) = connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
+    assert "INDEX batches_ended (owner=? AND status=?)" in step[3]
+
+
+def test_batches_whose_time_is_over_go_and_others_stay(connection: sqlite3.Connection) -> None:
+    file_rows.insert(connection, a_file())
+    batch_rows.create(connection, a_batch(id="batch_9"), BatchLimits(), FREE_BYTES)
+    for number in range(3):
+        ended(connection, number, BatchLimits())
+    assert not batch_rows.delete_old(connection, 1.0, 2000.0, are_responses=False)
+    assert left(connection) == ["batch_2", "batch_9"]
+    assert file_rows.find(connection, "o", "file-1", 2000.0)
+
+
+def test_a_list_goes_on_behind_what_is_gone(connection: sqlite3.Connection) -> None:
+    def files(after: str | None, is_ascending: bool = False) -> list[str]:
+        found = file_rows.page(
+            connection, "o", 0.0, after=after, limit=2, is_ascending=is_ascending, purpose=None
+        )
+        return [file.id for file in found]
+
+    for number in range(1, 6):
+        file_rows.insert(connection, a_file(f"file-{number}", expires_at_s=10.0 * number))
+        ended(connection, number, BatchLimits(), input_file_id=f"file-{number}")
+    for number in (2, 3):
+        file_rows.delete(connection, "o", f"file-{number}")
+    connection.execute("DELETE FROM batches WHERE id = 'batch_3'")
+    assert files("file-3") == ["file-1"]
+    assert files("file-2", is_ascending=True) == ["file-4", "file-5"]
+    batches = batch_rows.page(connection, "o", after="batch_3", limit=1)
+    assert [batch.id for batch in batches] == ["batch_2"]
+    for after, owner in (("file-3", "other"), ("file-9", "o"), ("batch_9", "o")):
+        with pytest.raises(NotFoundError) as caught:
+            file_rows.page(
+                connection, owner, 0.0, after=after, limit=2, is_ascending=True, purpose=None
+            )
+        assert caught.value.param == "after"
+
+
 def test_a_batch_is_stored_as_it_is(connection: sqlite3.Connection) -> None:
     file_rows.insert(connection, a_file())
     batch = a_batch(
         metadata={"a": "b'; DROP TABLE batches; --", "\u2603": ""},
         idempotency_key="k",
         output_expires_after_s=3600.0,
-        weight=2.5,
         priority=-3,
     )
     batch_rows.create(connection, batch, BatchLimits(), FREE_BYTES)
@@ -114,8 +217,8 @@ def test_responses_whose_time_is_over_go_and_others_stay(connection: sqlite3.Con
         batch_rows.create(connection, response, limits, FREE_BYTES)
     for number in range(1, 1003):
         batch_rows.apply(connection, f"batch_{number}", Failed(()), 1.0)
-    assert batch_rows.delete_expired_responses(connection, 1001.0, 2000.0)
-    assert not batch_rows.delete_expired_responses(connection, 1001.0, 2000.0)
+    assert batch_rows.delete_old(connection, 1001.0, 2000.0, are_responses=True)
+    assert not batch_rows.delete_old(connection, 1001.0, 2000.0, are_responses=True)
     rows = connection.execute("SELECT id FROM batches ORDER BY seq").fetchall()
     assert rows == [("batch_0",), ("batch_1002",)]
 

@@ -50,6 +50,12 @@ def test_systems_are_known_ones_with_more_flags_and_alone_is_first() -> None:
     assert hygen.offline_body == {"service_tier": "flex"}
 
 
+def test_a_label_is_the_name_in_the_results() -> None:
+    alone, ours = parse("--systems", "coserve:wide --online-slowdown 50%", "alone").systems
+    assert (alone.name, ours.name) == ("alone", "coserve:wide")
+    assert ours.is_ours and ours.flags == ("--online-slowdown", "50%")
+
+
 def test_a_system_is_told_its_targets_in_milliseconds() -> None:
     (system,) = parse("--systems", "coserve-slo", "--slo-tpot-ms", "50").systems
     assert system.server_flags(SloTargets(0.3, 0.05)) == (
@@ -62,6 +68,8 @@ def test_a_system_is_told_its_targets_in_milliseconds() -> None:
     [
         ([*MODEL, "--systems", "vllm", *LOADS], "'vllm': known are alone, stock"),
         ([*MODEL, "--systems", "coserve 'x", *LOADS], "No closing quotation"),
+        ([*MODEL, "--systems", "coserve: --tp 2", *LOADS], "give a label after the colon"),
+        ([*MODEL, "--systems", "stock:a --tp 2", "stock:a", *LOADS], "'stock:a': two systems"),
         ([*MODEL, "--offline", "--seed", "1"], "add --online"),
         ([*MODEL, "--online", "--seed", "1"], "add --offline"),
         (LOADS, "either --model-path, to start servers, or --base-url"),
@@ -156,7 +164,7 @@ def test_the_search_refines_the_setting_with_the_best_p99_at_our_tokens() -> Non
     assert stock.search(lambda _: None, [128], 0.0) is None
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.22", "0.5.23"])
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
 def test_decodes_between_chunks_are_tried_where_sglang_can_have_them(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
@@ -181,7 +189,13 @@ def test_of_the_settings_tried_the_best_ttft_at_as_many_offline_tokens_counts() 
     assert stock.best_setting(tried, 500.0) == "large"
 
 
-def run(name: str, p99_ttft_ms: float, offline: float | None = None, **more: Any) -> Run:
+def run(
+    name: str,
+    p99_ttft_ms: float,
+    offline: float | None = None,
+    backend: str | None = "fa3",
+    **more: Any,
+) -> Run:
     figures = Figures(
         median_ttft_ms=p99_ttft_ms / 2,
         p99_ttft_ms=p99_ttft_ms,
@@ -193,7 +207,9 @@ def run(name: str, p99_ttft_ms: float, offline: float | None = None, **more: Any
         offline_tokens_per_s=offline,
     )
     plan = Plan(name, ["python"], {}, [], [], 0.0, {})
-    return Run([Repeat(plan, replace(figures, **more), {})])
+    backends = {"attention_backend": backend, "prefill_attention_backend": None}
+    reports = {"online": {"backends": backends}}
+    return Run([Repeat(plan, replace(figures, **more), reports)])
 
 
 def table_of(comparison: Comparison) -> tuple[dict[str, dict[str, str]], str]:
@@ -225,6 +241,18 @@ def test_the_table_divides_by_alone_and_by_the_best_stock_setting() -> None:
     assert ours["failed"] == "3"
     assert "stock-tuned: --chunked-prefill-size 256, the best of 2 settings" in said
     assert "ended before the online one (coserve)" in said
+    assert "SGLang's attention backend in effect: fa3." in said
+
+
+def test_attention_backends_that_differ_are_told_by_system() -> None:
+    comparison = Comparison(parse(), lambda _: None)
+    comparison.runs = {
+        "alone": run("alone", 100.0),
+        "stock": run("stock", 100.0, 900.0, "flashinfer"),
+        "coserve": run("coserve", 100.0, 900.0, None),
+    }
+    _, said = table_of(comparison)
+    assert "fa3 (alone), flashinfer (stock), unknown (coserve)" in said
 
 
 @pytest.mark.parametrize("sglang", [version("sglang"), "0.1"])

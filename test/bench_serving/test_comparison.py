@@ -157,6 +157,7 @@ def test_servers_are_started_stock_is_tuned_and_what_was_measured_is_not_again(
     out = tmp_path / "out"
     words = ["--model-path", str(small_model), "--warmup-s", "0", "--slo-scale", "1.5"]
     words += ["--systems", "alone", "stock-tuned", "stock --no-such-flag", "--chunk-tokens", "128"]
+    words += ["--make-requests-early"]
     first = bench(out, *words)
     shown, _ = first.communicate(timeout=6 * TIMEOUT_S)
     assert first.returncode == 1, shown
@@ -164,6 +165,7 @@ def test_servers_are_started_stock_is_tuned_and_what_was_measured_is_not_again(
     assert list(results["failed"]) == ["stock --no-such-flag"]
     assert "failed: stock --no-such-flag: the server ended with status" in shown
     assert list(results["systems"]) == ["alone", "stock-tuned"]
+    assert results["attention_backend"] in ("intel_amx", "torch_native")
     tried = "\n".join(results["tried"])
     for flag in ("--enable-mixed-chunk", "--retraction-policy priority", "--schedule-policy lof"):
         assert flag in tried

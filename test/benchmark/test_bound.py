@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bound_bench.upper_bound import Capacity, OfflineShape, Required, offline_bound, required
-from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
@@ -28,7 +28,7 @@ LARGE = Capacity(batch_tokens=8192, requests=256, kv_tokens=400_000)
 
 def test_without_online_requests_it_is_the_saturated_throughput() -> None:
     # One token a prompt, so nothing decodes: full steps, one after the other.
-    model = LinearModel.of(HYGEN, prefill_token_s=1e-4, iteration_s=2e-3)
+    model = PolynomialModel.of(compute_token_s=1e-4, iteration_s=2e-3)
     step_s = model.predict(StepStats(prefill_requests=1, prefill_tokens=8192))
     tokens_per_s = 8192 / step_s * 1001 / 1000  # With the token that each prompt gives.
     found = offline_bound(model, LARGE, OfflineShape(1000, 1), Required(), 50.0)
@@ -36,7 +36,7 @@ def test_without_online_requests_it_is_the_saturated_throughput() -> None:
 
 
 def test_decodes_alone_are_bound_by_the_requests_that_fit() -> None:
-    model = LinearModel.of(HYGEN, iteration_s=1e-2)
+    model = PolynomialModel.of(iteration_s=1e-2)
     capacity = Capacity(batch_tokens=10**9, requests=256, kv_tokens=10_000)
     # Each holds its prompt for a step, and what its 100 decodes read for one step each.
     kv_of_one = 1000 + sum(range(1001, 1101))
@@ -46,7 +46,7 @@ def test_decodes_alone_are_bound_by_the_requests_that_fit() -> None:
 
 
 def test_online_work_takes_its_part_of_the_time() -> None:
-    model = LinearModel.of(HYGEN, prefill_token_s=1e-4, iteration_s=0.0)
+    model = PolynomialModel.of(compute_token_s=1e-4, iteration_s=0.0)
     online = Required(prompts=10, prompt_tokens=50_000)
     alone = offline_bound(model, LARGE, OfflineShape(1000, 1), Required(), 10.0)
     beside = offline_bound(model, LARGE, OfflineShape(1000, 1), online, 10.0)

@@ -1,4 +1,4 @@
-"""Traffic of traces, and the figures and tables of ``bench_emulated``."""
+"""Traffic of traces, the figures of ``bench_emulated``, and the papers' effects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from emulated_bench import effects
 from emulated_bench.effects import EFFECTS
 from emulated_bench.figures import full_rate_per_s, row
-from emulated_bench.report import plot, table
 from interference_bench.load import TRAFFIC, Load
 from interference_bench.outcome import LiveRequest, RunOutcome, outcome_of
 from interference_bench.traces import CONTEXT_TOKENS, TRACES, TraceTraffic, fit_of, traffic_of
@@ -99,6 +98,22 @@ def test_a_request_that_was_refused_keeps_no_target() -> None:
     assert found["normalized_ms"] == pytest.approx(1e3 * (0.11 / 2 + 0.31 / 2 + 0.36 / 2) / 3)
 
 
+def test_a_row_has_the_gaps_of_requests_and_what_online_prompts_found_cached() -> None:
+    found = row(outcome(online_from_cache=0.9), {})
+    assert found["tpot_p50_ms"] == pytest.approx(10.0)
+    assert found["tpot_p99_ms"] == pytest.approx(59.0)
+    assert found["e2e_p50_ms"] == pytest.approx(310.0)
+    assert found["online_from_cache"] == 0.9
+
+
+def test_cached_tokens_of_online_requests_are_a_share_of_their_prompts() -> None:
+    cold, warm = (LiveRequest(0.0, 1000, is_offline=False) for _ in range(2))
+    cold.times_s = warm.times_s = [1.0]
+    cold.prefilled, warm.prefilled = [(False, 1000)], [(False, 200)]
+    found = outcome_of([cold, warm], 0.0, 10.0, num_online=2)
+    assert found.online_from_cache == pytest.approx(0.4)
+
+
 def test_what_prefixes_saved_and_what_was_computed_again_are_shares_of_prompts() -> None:
     whole, half, again, waits = (LiveRequest(0.0, 1000, is_offline=True) for _ in range(4))
     for live in (whole, half, again):
@@ -120,16 +135,6 @@ def test_full_load_keeps_the_device_busy(tmp_path: Path) -> None:
     mean = sum(one.prompt_tokens for one in at_once) / len(at_once)
     prompt_s = emulation.latency_model().predict(StepStats.of([(round(mean), 0)]))
     assert 0.5 / prompt_s < rate_per_s < 1 / prompt_s
-
-
-def test_the_table_and_the_picture_of_the_stored_runs_are_made_of_them(tmp_path: Path) -> None:
-    results = Path(__file__).parents[2] / "benchmark/results/emulated/llama-3.1-8b-h100"
-    loads = [json.loads(path.read_text()) for path in sorted(results.glob("*-load-*.json"))]
-    assert table(loads) in (results / "table.md").read_text()
-    plot(loads, tmp_path / "plots.svg")
-    drawn = (tmp_path / "plots.svg").read_text()
-    for one in loads[0]["rows"]:
-        assert one["system"] in drawn
 
 
 def test_an_effects_targets_are_those_of_its_first_system_scaled_if_it_says_so() -> None:

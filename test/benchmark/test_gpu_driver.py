@@ -11,14 +11,23 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 import bench_gpu
-from gpu.driver import AttemptRecord, StepStatus, read_record
+from gpu.driver import AttemptRecord, Driver, StepStatus, read_record
+from gpu.launch_floor import parse as parse_floor
 from gpu.llama_shape import CONFIG, write_llama_shape
-from gpu.steps import STEPS, GpuSetting
-from sglang_coserve.bench_serving.options import parse_options
+from gpu.steps import (
+    COLOAD_SYSTEMS,
+    DEFAULT_SYSTEMS,
+    GpuSetting,
+    check_systems,
+    make_steps,
+)
+from sglang_coserve.bench_serving.options import Options, parse_options
 from started_processes import is_alive
 from waiting import eventually
 
@@ -33,12 +42,20 @@ from gpu.steps import GpuSetting, Step
 
 out, seconds = Path(sys.argv[1]), float(sys.argv[2])
 
-def step(name, least_s, limit_s):
+def step(name, least_s, limit_s, *asked):
     def command(setting, folder):
         code = (out.parent / f"{name}.py").read_text()
         return [sys.executable, "-c", code, str(folder)]
 
-    return Step(name, "why", least_s, command, "found.json", limit_s=limit_s)
+    return Step(
+        name, "why", least_s, command, "found.json", ("found.md",), limit_s, tuple(asked), reduce
+    )
+
+def reduce(folder):
+    if not (folder / "large").exists():
+        return {}
+    (folder / "large").unlink()
+    return {"reduced": True}
 
 steps = [step(*each) for each in json.loads(sys.argv[3])]
 setting = GpuSetting(dry_run=False, model_path="")
@@ -68,8 +85,8 @@ def wait():
 
 """
 
-Step = tuple[str, float, float]
-"""Its name, the least time that it is worth, and its limit, in seconds."""
+Step = tuple[str | float, ...]
+"""Its name, the least time that it is worth and its limit, in seconds, and systems asked for."""
 
 
 class Folder:
@@ -134,6 +151,45 @@ def test_the_same_command_goes_on_where_it_was(folder: Folder) -> None:
     assert folder.record("parts").attempts == 2
 
 
+def test_a_step_that_is_done_runs_again_for_other_systems(folder: Folder) -> None:
+    folder.write("coload", "figures(n=attempt)")
+    folder.run(("coload", 0.0, 30.0, "alone", "default"))
+    folder.run(("coload", 0.0, 30.0, "alone", "default"))
+    assert folder.record("coload").attempts == 1
+    folder.run(("coload", 0.0, 30.0, "alone", "default", "stock-512"))
+    found = folder.record("coload")
+    assert (found.attempts, found.asked) == (2, ("alone", "default", "stock-512"))
+
+
+def test_what_a_step_leaves_is_reduced_and_its_backend_is_told(folder: Folder) -> None:
+    folder.write(
+        "coload",
+        """
+(folder / "large").write_text("x")
+(folder / "found.md").write_text("| table |")
+figures(attention_backend="fa3")
+sys.exit(1)
+""",
+    )
+    folder.write("broken", "(folder / 'large').mkdir(); figures(n=1)")
+    folder.run(("coload", 0.0, 30.0), ("broken", 0.0, 30.0))
+    found = folder.record("coload")
+    assert (found.status, found.figures["reduced"]) == (StepStatus.FAILED, True)
+    assert (found.attention_backend, found.attention_backend_asked) == ("fa3", None)
+    assert folder.record("broken").figures == {"n": 1}
+    text = (folder.path / "out" / "gpu.md").read_text()
+    assert "attention backend fa3 (SGLang's choice)" in text and "| table |" in text
+
+
+def test_tables_show_steps_of_earlier_commands(tmp_path: Path) -> None:
+    floor, *others = make_steps()
+    record = AttemptRecord(floor.name, StepStatus.DONE, 1, 60.0, "earlier", {"gpu": "H100"})
+    (tmp_path / f"{floor.name}.json").write_bytes(msgspec.json.encode(record))
+    setting = GpuSetting(dry_run=False, model_path="")
+    driver = Driver(others, tmp_path, setting, command="", machine={}, shown=make_steps())
+    assert f"## {floor.name}: {floor.question}" in driver.markdown()
+
+
 def test_a_step_past_its_limit_ends_with_all_that_it_started_and_keeps_its_figures(
     folder: Folder,
 ) -> None:
@@ -174,11 +230,100 @@ def test_figures_of_another_setting_are_not_mixed_in(
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_every_step_runs_programs_that_are_there(tmp_path: Path, dry_run: bool) -> None:
     setting = GpuSetting(dry_run=dry_run, model_path="model")
-    for each in STEPS:
+    steps = make_steps()
+    assert len({each.name for each in steps}) == len(steps)
+    for each in steps:
         command = each.command(setting, tmp_path / each.name)
         assert command[1] == "-m" or Path(command[1]).is_file()
         if command[2] == "sglang_coserve.bench_serving":
             parse_options(command[3:])
+        if command[2] == "gpu.launch_floor":
+            assert "--attention-backend" not in parse_floor(command[3:]).server
+
+
+def coload(folder: Path, *systems: str, **setting: Any) -> Options:
+    """Return what bench_serving makes of the step's command line."""
+    (step,) = (each for each in make_steps(systems) if each.name == "coload")
+    command = step.command(GpuSetting(dry_run=False, model_path="model", **setting), folder)
+    return parse_options(command[3:])
+
+
+def test_the_systems_of_the_coload_step_run_in_the_order_given(tmp_path: Path) -> None:
+    mixed = "coserve --online-slowdown 50%"
+    options = coload(tmp_path, "stock-1024", "alone", "targets-300-40", "default", mixed, "stock")
+    assert [system.name for system in options.systems] == [
+        *("alone", "stock-priority:mixed-1024", "coserve:targets-300-40", "coserve:default"),
+        *("coserve:--online-slowdown 50%", "stock"),
+    ]
+    _, stock, fixed, *_ = options.systems
+    assert stock.flags[-2:] == ("--chunked-prefill-size", "1024")
+    assert fixed.flags[:3] == ("--slo", "ttft p99 <= 300ms", "tbt p99 <= 40ms")
+    recordings = [
+        system.flags[system.flags.index("--record-plans") + 1]
+        for system in options.systems
+        if system.is_ours
+    ]
+    assert len({*recordings}) == 3
+    assert recordings[1] == str(tmp_path / "plans" / "default.jsonl")
+    assert options.slo_scale == 1.2 and options.make_requests_early
+
+
+def test_an_attention_backend_is_given_to_every_server_where_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    assert "--attention-backend" not in coload(tmp_path, "alone").server
+    server = coload(tmp_path, "alone", attention_backend="flashinfer").server
+    assert server[server.index("--attention-backend") + 1] == "flashinfer"
+    assert server[server.index("--sampling-backend") + 1] == "pytorch"
+
+
+def test_offline_requests_at_a_time_are_a_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offline = coload(tmp_path, "default", offline_concurrency=64).offline
+    assert offline[offline.index("--max-concurrency") + 1] == "64"
+    command = ["--out", str(tmp_path), "--model-path", "none", "--offline-concurrency", "0"]
+    assert bench_gpu.main(command) == 2
+    assert "--offline-concurrency 0: it must be at least 1" in capsys.readouterr().err
+
+
+def test_a_profile_of_this_machine_is_given_to_ours_alone(tmp_path: Path) -> None:
+    profile = tmp_path / "profile" / "profile.json"
+    profile.parent.mkdir()
+    profile.write_text("{}")
+    stock, ours = coload(tmp_path / "coload", "stock", "default").systems
+    assert "--latency-profile" in ours.flags and "--latency-profile" not in stock.flags
+    assert coload(tmp_path / "coload", "stock", "default").slo_scale is None
+
+
+@pytest.mark.parametrize(
+    ("systems", "said"),
+    [
+        (["alone", "vllm"], "'vllm': known are alone, default"),
+        (["alone", "stock 'x"], "No closing quotation"),
+        (["default", "targets"], "'targets': its targets come from 'alone'"),
+        (["stock", "default", "stock"], "'stock': the same as 'stock'"),
+        (["default", "coserve"], "'coserve': the same as 'default'"),
+    ],
+)
+def test_systems_that_cannot_run_are_said(
+    systems: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--out", str(tmp_path), "--model-path", "none", "--coload-systems", *systems]
+    assert bench_gpu.main(command) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_default_systems_can_run_and_every_name_is_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check_systems(DEFAULT_SYSTEMS)
+    check_systems([*COLOAD_SYSTEMS])
+    with pytest.raises(SystemExit):
+        bench_gpu.parse(["--help"])
+    shown = capsys.readouterr().out
+    for name, system in COLOAD_SYSTEMS.items():
+        assert f"{name:16} {system.meaning}" in shown
 
 
 def test_a_killed_driver_leaves_no_step_running(folder: Folder) -> None:

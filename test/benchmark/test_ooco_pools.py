@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from paper.ooco_pools import Pools, Pull, length_preference
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.metrics import SloTargets
@@ -19,7 +19,7 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.run import SimulationSetup
 from simulator.engines import check_executor, offline, online
 
-MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-3, iteration_s=5e-3)
+MODEL = PolynomialModel.of(compute_token_s=1e-3, iteration_s=5e-3)
 TPOT_S = 0.030
 
 

@@ -113,6 +113,10 @@ class FaultServer:
                 await asyncio.sleep(3600)
             case "slow":
                 await asyncio.sleep(float(argument))
+            case "crowd":
+                while self.most_active < int(argument):
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.02)  # Time for one request more, if the client sends it.
             case "abort":
                 return _json(_echo(body, finish_reason="abort"))
             case "html":

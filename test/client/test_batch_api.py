@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,7 +28,8 @@ from sglang_coserve.client import (
     JobStatus,
     read_results,
 )
-from sglang_coserve.errors import InputFileError, ServerError
+from sglang_coserve.client.server_batch import Submission, file_digest, submission_path
+from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from waiting import eventually
 
@@ -215,6 +218,102 @@ def test_a_cancelled_batch_is_not_continued(held: LiveApp, source: Path, output:
     assert "was cancelled" in stderr and "another output" in stderr
 
 
+def stored(app: LiveApp) -> set[str]:
+    """The ids of all files of who calls without a key."""
+    listed = httpx.get(f"{app.base_url}/v1/files", timeout=60).raise_for_status().json()
+    return {file["id"] for file in listed["data"]}
+
+
+def test_inputs_do_not_outlive_their_batches(app: LiveApp, source: Path, output: Path) -> None:
+    before = stored(app)
+    batch_id = run(app, source, output).batch_id
+    code, shown, _ = coserve("status", str(batch_id), "--json", *at(app))
+    batch = json.loads(shown)
+    assert code == 0 and stored(app) - before == {batch["output_file_id"]}
+    listed = httpx.get(f"{app.base_url}/v1/files/{batch['output_file_id']}", timeout=60).json()
+    assert listed["expires_at"] == pytest.approx(batch["completed_at"] + 30 * 86_400, abs=60)
+
+    source.write_bytes(lines(1) + b"{\n")
+    with pytest.raises(InputFileError, match="line 2"):
+        run(app, source, output.with_name("malformed.jsonl"))
+    source.write_bytes(line("x").replace("/v1/completions", "/v1/embeddings").encode())
+    with CoserveClient(app.base_url) as client, pytest.raises(RequestError, match="endpoint"):
+        client.submit_jsonl(source, output.with_name("refused.jsonl")).wait()
+    assert stored(app) - before == {batch["output_file_id"]}
+
+    code, shown, _ = coserve("delete", str(batch_id), *at(app))
+    assert (code, shown) == (0, f"deleted {batch['output_file_id']}\n")
+    assert stored(app) == before
+    code, _, error = coserve("delete", "file-" + "0" * 24, *at(app))
+    assert code == 2 and "no such file" in error
+
+
+def test_a_running_batch_keeps_its_files(held: LiveApp, source: Path) -> None:
+    code, batch_id, _ = coserve("submit", str(source), "--quiet", *at(held))
+    assert code == 0
+    code, _, error = coserve("delete", batch_id.strip(), *at(held))
+    assert code == 2 and "cancel it first" in error
+
+
+@pytest.mark.parametrize(
+    "flags", [("--window", "soon"), ("--window", "400d"), ("--priority", "101")]
+)
+def test_wrong_options_cost_no_upload(source: Path, output: Path, flags: tuple[str, str]) -> None:
+    nobody = ("--base-url", "http://127.0.0.1:9", "--retry-for", "60")
+    code, _, error = coserve("submit", str(source), "-o", str(output), *nobody, *flags)
+    assert code == 2 and flags[1] in error
+
+
+def test_an_upload_that_has_expired_is_made_again(app: LiveApp, source: Path, output: Path) -> None:
+    gone = Submission(file_digest(source), "a key", input_file_id="file-" + "0" * 24)
+    submission_path(output).write_text(json.dumps(asdict(gone)))
+    assert run(app, source, output).ok == 20
+
+
+def test_an_interrupted_submission_goes_on_with_its_options_alone(
+    held: LiveApp, source: Path, output: Path
+) -> None:
+    """It was killed between the creation of its batch and the answer."""
+    code, _, _ = coserve("submit", str(source), *at(held), "--quiet")
+    upload = {"file": source.read_bytes()}
+    file = httpx.post(
+        f"{held.base_url}/v1/files", data={"purpose": "batch"}, files=upload, timeout=60
+    ).json()
+    begun = Submission(file_digest(source), "its key", input_file_id=file["id"])
+    body = {
+        "input_file_id": file["id"],
+        "endpoint": "/v1/completions",
+        "completion_window": "2h",
+        "coserve": {"priority": 0},
+        "output_expires_after": {"anchor": "created_at", "seconds": 2_592_000},
+    }
+    key = {"idempotency-key": "its key"}
+    httpx.post(f"{held.base_url}/v1/batches", json=body, headers=key, timeout=60).raise_for_status()
+    submission_path(output).write_text(json.dumps(asdict(begun)))
+    code, _, error = submit(source, output, held.base_url, "--window", "3h")
+    assert code == 2
+    assert "begun with other options" in error and str(submission_path(output)) in error
+    assert file["id"] in stored(held)
+    process = start_submit(source, output, held.base_url, "--window", "2h", "--quiet")
+    try:
+        eventually(lambda: json.loads(submission_path(output).read_text())["batch_id"])
+    finally:
+        process.send_signal(signal.SIGINT)
+        end(process)
+
+
+@pytest.mark.parametrize("names", [("a", "a.jsonl"), ("a.jsonl", "a")])
+def test_two_outputs_have_two_error_files(
+    app: LiveApp, source: Path, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    first, second = (tmp_path / name for name in names)
+    run(app, source, first)
+    with pytest.raises(InputFileError, match=r"a\.errors\.jsonl: choose another"):
+        run(app, source, second)
+    first.write_bytes(lines(1))  # Not a result.
+    run(app, source, second)
+
+
 def test_a_table_of_requests_becomes_one_of_results(app: LiveApp, tmp_path: Path) -> None:
     source, table = tmp_path / "in.parquet", tmp_path / "out.parquet"
     requests = lines(3) + line("bad").encode()
@@ -265,7 +364,7 @@ def test_a_batch_is_left_to_the_server_and_its_results_fetched(
 def test_bad_windows_and_ids_are_usage_errors(app: LiveApp, source: Path, output: Path) -> None:
     code, _, stderr = submit(source, output, app.base_url, "--window", "soon")
     assert code == 2
-    assert "completion_window" in stderr
+    assert "no duration" in stderr
     source.write_bytes(lines(3))  # Nothing was begun, of which this were another input.
     assert run(app, source, output).ok == 3
     code, _, stderr = coserve("status", "batch_none", "--base-url", app.base_url)
@@ -278,7 +377,7 @@ def test_what_is_for_a_batch_needs_a_batch_api(source: Path, output: Path) -> No
         server = at(app)
         code, _, stderr = coserve("submit", str(source), *server)
         assert (code, "add -o" in stderr) == (2, True)
-        for flags in (["--window", "2h"], ["--priority", "0"], ["--best-effort"]):
+        for flags in (["--window", "2h"], ["--priority", "0"]):
             code, _, stderr = submit(source, output, app.base_url, *flags)
             assert (code, "has no Batch API" in stderr) == (3, True)
             code, _, stderr = submit(source, output, app.base_url, "--no-batch", *flags)

@@ -22,9 +22,8 @@ from sglang_coserve.client import (
     RetryPolicy,
 )
 from sglang_coserve.errors import ServerError, ServerGoneError
-from waiting import until
+from waiting import GIVE_UP_S, until
 
-TEST_TIMEOUT_S = 10.0
 QUICK = RetryPolicy(retry_for_s=30.0, max_attempts=3, first_delay_s=0.01, max_delay_s=0.05)
 
 
@@ -56,7 +55,7 @@ def submit(
 
     async def run() -> JobStatus:
         async with (
-            asyncio.timeout(TEST_TIMEOUT_S),
+            asyncio.timeout(GIVE_UP_S),
             AsyncCoserveClient(base_url, options=client_options or options()) as client,
         ):
             job = await client.submit_jsonl(
@@ -87,13 +86,13 @@ def test_every_line_is_answered_once(server: FaultServer, source: Path, output: 
 
 
 def test_the_server_never_has_more_lines_than_allowed(server: FaultServer, source: Path) -> None:
-    write_lines(source, [line(f"id-{n}", faults=["slow 0.02"]) for n in range(60)])
+    write_lines(source, [line(f"id-{n}", faults=["crowd 7"]) for n in range(60)])
     submit(server.base_url, source, client_options=options(concurrency=7))
     assert server.most_active == 7
 
 
 def test_the_server_never_has_more_bytes_than_allowed(server: FaultServer, source: Path) -> None:
-    big = [line(f"id-{n}", prompt=f"{n:4000}", faults=["slow 0.02"]) for n in range(20)]
+    big = [line(f"id-{n}", prompt=f"{n:4000}", faults=["crowd 3"]) for n in range(20)]
     write_lines(source, big)
     status = submit(server.base_url, source, client_options=options(max_inflight_bytes=13_000))
     assert status.ok == 20
@@ -270,7 +269,7 @@ async def test_two_jobs_share_a_client(server: FaultServer, tmp_path: Path) -> N
         for name in "ab"
     ]
     async with (
-        asyncio.timeout(TEST_TIMEOUT_S),
+        asyncio.timeout(GIVE_UP_S),
         AsyncCoserveClient(server.base_url, options=options()) as client,
     ):
         jobs = [await client.submit_jsonl(each, each.with_suffix(".out.jsonl")) for each in sources]

@@ -183,11 +183,11 @@ class TestUploads:
         """With the system's own buffers, none of its chunks would be taken for 5 s."""
 
         async def handle(reader: Reader, writer: Writer, _heads: list[bytes]) -> None:
-            await take(reader, 512 * KIB, 0.1)
-            await take(reader, 7680 * KIB)
+            await take(reader, 1024 * KIB, 0.1)
+            await take(reader, 7168 * KIB)
             await answer(writer, b'{"id": "file-1"}')
 
-        assert play(handle, upload(source, RetryPolicy(), stall_s=2.0)) == 1
+        assert play(handle, upload(source, RetryPolicy(), stall_s=4.0)) == 1
 
     def test_the_server_may_say_that_it_was_too_slow(self, source: Path) -> None:
         async def handle(reader: Reader, writer: Writer, heads: list[bytes]) -> None:

@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.core.control.baseline import Baseline, BaselineRequest, BaselineStep, EngineSize
+from sglang_coserve.core.offline_queue import pack_tokens
 from sglang_coserve.core.step_stats import StepStats
 
-Request = tuple[float, int, int]
-"""Arrival, prompt tokens, output tokens."""
+Prompt = int | list[int]
+"""Token ids, or the number of tokens that no other request has."""
+
+Request = tuple[float, Prompt, int]
+"""Arrival, prompt, output tokens."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -29,10 +33,16 @@ class NamedBaseline(Baseline[Named]):
         super().__init__(size)
         self.named: dict[str, Named] = {}
 
-    def arrive(self, rid: str, arrival_s: float, prompt: int, cached_tokens: int = 0) -> Named:
-        one = Named(rid=rid, arrival_s=arrival_s, prompt_left_tokens=prompt)
+    def arrive(self, rid: str, arrival_s: float, prompt: Prompt) -> Named:
+        token_ids = [] if isinstance(prompt, int) else prompt
+        one = Named(
+            rid=rid,
+            arrival_s=arrival_s,
+            prompt_left_tokens=len(token_ids) or prompt,
+            token_ids=pack_tokens(token_ids),
+        )
         self.named[rid] = one
-        self.arrived(one, cached_tokens)
+        self.arrived(one)
         return one
 
     def produce(self, rid: str, tokens: int = 1) -> None:
@@ -106,35 +116,57 @@ def all_known(requests: list[Request], baseline: NamedBaseline) -> dict[str, lis
     return dict(found)
 
 
+lengths = st.integers(1, 40)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
+"""Prompts of two token ids, so that most have a common prefix."""
+
+
 @st.composite
-def workloads(draw: st.DrawFn) -> list[Request]:
+def workloads(draw: st.DrawFn, prompts: st.SearchStrategy[Prompt]) -> list[Request]:
     gaps = draw(st.lists(st.integers(1, 64), min_size=1, max_size=8))
     arrivals = [sum(gaps[: i + 1]) / 1024 for i in range(len(gaps))]
-    return [(a, draw(st.integers(1, 40)), draw(st.integers(1, 6))) for a in arrivals]
+    return [(a, draw(prompts), draw(st.integers(1, 6))) for a in arrivals]
+
+
+loads = st.one_of(
+    st.tuples(workloads(lengths), st.integers(30, 200)),
+    # With little KV, which prefix is evicted depends on which requests are known to have ended.
+    st.tuples(workloads(prompts), st.just(10_000)),
+)
 
 
 @given(
-    requests=workloads(),
+    load=loads,
+    page=st.integers(1, 4),
     chunk=st.integers(1, 50),
     most_requests=st.integers(1, 4),
-    kv=st.integers(30, 200),
     mixes=st.booleans(),
     overlaps=st.booleans(),
     steps=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
 def test_what_it_says_does_not_depend_on_when_tokens_become_known(
-    requests: list[Request],
+    load: tuple[list[Request], int],
+    page: int,
     chunk: int,
     most_requests: int,
-    kv: int,
     mixes: bool,
     overlaps: bool,
     steps: int,
     seed: int,
 ) -> None:
+    requests, kv_tokens = load
+    size = EngineSize(
+        chunk_tokens=chunk,
+        max_requests=most_requests,
+        kv_tokens=kv_tokens,
+        page_tokens=page,
+        mixes_decodes=mixes,
+        overlaps=overlaps,
+    )
+
     def baseline() -> NamedBaseline:
-        return NamedBaseline(EngineSize(chunk, most_requests, kv, mixes, overlaps))
+        return NamedBaseline(size)
 
     heard, known = baseline(), baseline()
     found = times(requests, heard, steps=steps, seed=seed)
@@ -183,19 +215,58 @@ def test_an_idle_engine_begins_when_a_request_arrives() -> None:
     assert found == {"0": [1.0 + 16 / 1024], "1": [5.0 + 16 / 1024]}
 
 
-def test_a_cached_prefix_needs_no_computing() -> None:
+def serve(baseline: NamedBaseline, rid: str, arrival_s: float, prompt: Prompt) -> Named:
+    """Serve a request of one token to its end."""
+    one = baseline.arrive(rid, arrival_s, prompt)
+    baseline.produce(rid)
+    baseline.end(rid)
+    assert keys_of(baseline.advance(predict, arrival_s)) == [rid]
+    return one
+
+
+def test_a_prefix_of_an_earlier_request_needs_no_computing() -> None:
     baseline = make()
-    baseline.arrive("a", 0.0, 40, cached_tokens=32)
-    (step,) = baseline.advance(predict, 1.0)
-    assert step.end_s == predict(StepStats(prefill_tokens=8))
+    serve(baseline, "first", 0.0, list(range(32)))
+    again = serve(baseline, "again", 1.0, list(range(40)))
+    assert again.first_s == 1.0 + predict(StepStats(prefill_tokens=8))
+
+
+@pytest.mark.parametrize("known", ["another prompt", "unknown prompt"])
+def test_a_request_finds_the_tokens_of_its_own_prompt_only(known: str) -> None:
+    baseline = make()
+    serve(baseline, "first", 0.0, list(range(40)))
+    other = serve(baseline, "other", 1.0, 40 if known == "unknown prompt" else [7] * 40)
+    assert other.first_s == 1.0 + predict(StepStats(prefill_tokens=40))
+
+
+def test_without_a_prefix_cache_every_prompt_is_computed() -> None:
+    baseline = NamedBaseline(EngineSize(keeps_prefixes=False))
+    for rid, arrival_s in (("first", 0.0), ("again", 1.0)):
+        one = serve(baseline, rid, arrival_s, list(range(40)))
+        assert one.first_s == arrival_s + predict(StepStats(prefill_tokens=40))
+
+
+def test_the_next_turn_finds_prompt_and_output_of_the_last() -> None:
+    baseline = make()
+    turn = baseline.arrive("turn", 0.0, list(range(20)))
+    baseline.produce("turn", 5)
+    turn.token_ids = pack_tokens(range(25))
+    baseline.end("turn")
+    baseline.advance(predict, 1.0)
+    following = serve(baseline, "next", 1.0, list(range(30)))
+    # The last output token has no KV.
+    assert following.first_s == 1.0 + predict(StepStats(prefill_tokens=30 - 24))
 
 
 def test_requests_share_the_kv_of_a_cached_prefix() -> None:
     """400 requests with a system prompt of 4,000 tokens, of which 25 fit if each has its own."""
     baseline = NamedBaseline(EngineSize(chunk_tokens=8192, max_requests=4096, kv_tokens=100_000))
+    system = list(range(4000))
+    serve(baseline, "system", 0.0, system)
     requests = []
     for number in range(400):
-        requests.append(baseline.arrive(str(number), number / 16, 4010, cached_tokens=4000))
+        prompt = [*system, *(10_000 + 10 * number + place for place in range(10))]
+        requests.append(baseline.arrive(str(number), 10.0 + number / 16, prompt))
         baseline.produce(str(number), 100)
         baseline.end(str(number))
     baseline.advance(predict, 1e9)
@@ -206,9 +277,11 @@ def test_requests_share_the_kv_of_a_cached_prefix() -> None:
 def test_requests_do_not_share_what_they_computed_themselves() -> None:
     """The second waits for the KV of the first, though not for that of the prefix."""
     baseline = NamedBaseline(EngineSize(chunk_tokens=1000, max_requests=8, kv_tokens=200))
-    for key in "ab":
-        baseline.arrive(key, 0.0, 160, cached_tokens=100)
-    assert keys_of(baseline.advance(predict, 1.0)) == ["a"]
+    prefix = list(range(100))
+    serve(baseline, "prefix", 0.0, prefix)
+    for rid, own in (("a", 1000), ("b", 2000)):
+        baseline.arrive(rid, 1.0, [*prefix, *range(own, own + 60)])
+    assert keys_of(baseline.advance(predict, 2.0)) == ["a"]
 
 
 def test_a_decode_step_waits_for_all_its_tokens() -> None:

@@ -60,13 +60,6 @@ def test_any_replica_may_get_a_line_that_is_taken_over() -> None:
     assert total([long, short.model_copy(update={"wants": None})]).wants is None
 
 
-def test_what_one_replica_does_not_know_nobody_knows() -> None:
-    unknown = IDLE.model_copy(update={"reclaim_s": None, "headroom_tokens_per_s": None})
-    both = total([BUSY, unknown])
-    assert both.reclaim_s is None
-    assert both.headroom_tokens_per_s is None
-
-
 def test_it_is_read_back_as_it_was_written_and_a_fault_is_told_with_its_place() -> None:
     text = BUSY.model_dump_json()
     assert read_json(ReplicaLoad, text, "http://engine") == BUSY

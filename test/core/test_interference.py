@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
+from sglang_coserve.core.control.allowance import Targets
 from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.cache_comparison import CacheComparison
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.control.slo_monitor import SloReport
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
+from sglang_coserve.core.offline_queue import pack_tokens
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
 
@@ -19,7 +21,7 @@ STEP_S = 0.125
 SLOS = ("ttft p99 <= 300ms", "tpot p99 <= 200ms", "tbt p99 <= 200ms")
 
 
-MODEL = LinearModel.of(CONSERVE, iteration_s=STEP_S)
+MODEL = PolynomialModel.of(iteration_s=STEP_S)
 """Every step takes as long."""
 
 predict = MODEL.predict
@@ -118,7 +120,7 @@ def test_a_baseline_that_falls_behind_keeps_nobody_for_longer_than_five_minutes(
     found = followed()
     for number in range(12_000):
         now_s = 0.05 * number
-        found.arrived(replace(info(str(number)), prompt_tokens=100, arrival_s=now_s))
+        found.arrived(info(str(number))._replace(prompt_tokens=100, arrival_s=now_s))
         found.produced(str(number), now_s + 0.05)
         found.ended(str(number), Ending.COMPLETE)
         found.advance(predict, now_s + 0.05)
@@ -146,18 +148,18 @@ def test_offline_requests_are_not_followed() -> None:
 def test_the_allowance_learns_what_the_baseline_had() -> None:
     found = followed()
     serve(found, 0.5, 0.75, 1.0)
-    # The targets are 300 ms, and gaps of 200 ms. At first every step is taken to last 125 ms.
+    # The TTFT target is 300 ms. At first every step is taken to last 125 ms.
     assert found.allowance.arrival_s == pytest.approx(0.15)
-    assert found.allowance.gap_share == pytest.approx(0.075 / 0.2)
+    assert found.allowance.stall_s == pytest.approx(0.125)
     found.advance(lambda _: 0.18, 9.0)
     assert found.allowance.arrival_s == pytest.approx(0.12, rel=0.02)
-    assert found.allowance.gap_share == pytest.approx(0.3)
+    assert found.allowance.stall_s == pytest.approx(0.18, rel=0.02)
 
 
 def test_without_a_baseline_nothing_is_bounded() -> None:
     found = followed(has_baseline=False)
     serve(found, 0.5, 0.75, 1.0)
-    assert (found.allowance.arrival_s, found.allowance.gap_share) == (math.inf, 1.0)
+    assert (found.allowance.arrival_s, found.allowance.targets) == (math.inf, Targets())
     assert found.bill is None
 
 
@@ -165,7 +167,7 @@ def test_the_baseline_has_an_engine_for_each_micro_batch() -> None:
     """Two prompts of ten tokens run at once; the third finds no room in the chunk of the first."""
     found = followed(micro_batches=2)
     for rid, prompt_tokens in (("a", 100), ("b", 100), ("c", 100)):
-        found.arrived(replace(info(rid), prompt_tokens=prompt_tokens))
+        found.arrived(info(rid)._replace(prompt_tokens=prompt_tokens))
         found.produced(rid, 1.0)
         found.ended(rid, Ending.COMPLETE)
     found.advance(predict, 9.0)
@@ -181,10 +183,108 @@ def test_no_own_target_is_too_small_or_too_large_to_judge_by(
     target_s: float, has_baseline: bool
 ) -> None:
     found = followed(has_baseline=has_baseline)
-    found.arrived(replace(info(), ttft_target_s=target_s, tpot_target_s=target_s))
+    found.arrived(info()._replace(ttft_target_s=target_s, tpot_target_s=target_s))
     for now_s in (0.5, 0.75, 1.0):
         found.produced("a", now_s)
     found.ended("a", Ending.COMPLETE)
     found.advance(predict, 2.0)
     assert len(found) == 0
     assert found.allowance.arrival_s > 0
+
+
+TURN, NEXT_TURN = pack_tokens(range(40)), pack_tokens(range(60))
+"""Prompts of a conversation, of 40 and 60 tokens."""
+
+
+def turn(
+    found: Interference, rid: str, prompt: bytes, now_s: float, *, computed: tuple[int, ...]
+) -> None:
+    """Serve a request with one token of output; the engine computes its prompt in these chunks."""
+    found.arrived(info(rid)._replace(prompt_tokens=len(prompt) // 8, arrival_s=now_s), prompt)
+    for tokens in computed:
+        found.computed(rid, tokens)
+    found.produced(rid, now_s + 0.25)
+
+
+def sums(cache: CacheComparison) -> tuple[int, int, int]:
+    return cache.prompt_tokens, cache.found_tokens, cache.found_alone_tokens
+
+
+def test_the_cache_is_compared_once_both_engines_have_a_first_token() -> None:
+    """The first turn is cached alone; the engine finds half of it."""
+    found = followed()
+    turn(found, "a", TURN, 0.0, computed=(40,))
+    found.advance(predict, 1.0)
+    found.ended("a", Ending.COMPLETE)
+    found.advance(predict, 2.0)
+    assert sums(found.cache) == (40, 0, 0)
+    turn(found, "b", NEXT_TURN, 2.0, computed=(30, 10))
+    assert sums(found.cache) == (40, 0, 0), "the baseline has not begun the second turn"
+    found.advance(predict, 3.0)
+    assert sums(found.cache) == (100, 20, 40)
+
+
+def test_a_baseline_that_is_ahead_counts_with_the_engines_first_token() -> None:
+    found = followed()
+    found.arrived(info("a")._replace(prompt_tokens=40), TURN)
+    found.advance(predict, 1.0)
+    assert sums(found.cache) == (0, 0, 0)
+    found.computed("a", 40)
+    found.produced("a", 1.5)
+    found.produced("a", 1.75)
+    assert sums(found.cache) == (40, 0, 0)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_request_that_leaves_before_a_first_token_counts_in_no_sum(is_first: bool) -> None:
+    """Aborted, or drained, in the engine before its first token or the baseline's."""
+    found = followed()
+    found.arrived(info("a")._replace(prompt_tokens=40), TURN)
+    found.computed("a", 40)
+    if is_first:
+        found.produced("a", 0.25)
+    else:
+        found.advance(predict, 1.0)
+    found.ended("a", Ending.ABORTED)
+    found.advance(predict, 2.0)
+    assert sums(found.cache) == (0, 0, 0)
+
+
+def test_a_prompt_that_was_computed_twice_found_nothing() -> None:
+    """Its request was retracted half-way, and others took its KV."""
+    found = followed()
+    turn(found, "a", TURN, 0.0, computed=(30, 40))
+    found.advance(predict, 1.0)
+    assert sums(found.cache) == (40, 0, 0)
+
+
+def test_requests_with_unknown_tokens_count_in_no_sum() -> None:
+    found = followed()
+    found.arrived(info("a")._replace(prompt_tokens=40))
+    found.advance(predict, 0.125)
+    found.produced("a", 0.25)
+    found.ended("a", Ending.COMPLETE, NEXT_TURN)
+    found.advance(predict, 1.0)
+    assert sums(found.cache) == (0, 0, 0)
+
+
+def test_without_a_baseline_no_cache_is_compared() -> None:
+    found = followed(has_baseline=False)
+    turn(found, "a", TURN, 0.0, computed=())
+    assert found.kv is None
+    assert sums(found.cache) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("slos", "limit"),
+    [((), 1.5), (("ttft p99 <= 300ms",), 1.5), (("tbt p99 <= 200ms",), None)],
+)
+def test_streams_are_judged_by_the_pace_unless_a_target_replaces_it(
+    slos: tuple[str, ...], limit: float | None
+) -> None:
+    found = Interference([parse_slo(text) for text in slos], MODEL, stream_slowdown=0.5)
+    serve(found, 0.5, 1.0, 1.25)
+    found.advance(predict, 2.0)
+    streams = found.monitor.report(2.0).streams
+    assert streams.limit == limit
+    assert streams.slowdown == pytest.approx((3.0, 3.0))

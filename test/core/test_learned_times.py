@@ -8,7 +8,7 @@ import pytest
 
 from core.offline_queue.offline_requests import offline
 from core.scheduler.scenarios import MODEL
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.learned_times import ServiceTime, expected_tokens_per_s
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.core.step_stats import StepStats
@@ -65,7 +65,7 @@ def test_what_is_expected_counts_and_what_was_generated_does_not() -> None:
     assert service.predict(longer, MODEL) == pytest.approx(prefill_s + 0.5)
 
 
-EVEN = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=4e-3)
+EVEN = PolynomialModel.of(compute_token_s=1e-4, iteration_s=4e-3)
 LARGE = {"kv_tokens": 1 << 20, "max_requests": 64, "chunk_tokens": 2048}
 
 

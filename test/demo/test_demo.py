@@ -81,7 +81,9 @@ def test_three_systems_are_given_the_same_and_compared(
     for name, system in systems.items():
         assert system["online"]["n"] == 3
         for latency in ("ttft_ms", "tpot_ms", "itl_ms"):
-            assert system["online"][latency].keys() == {"mean", "p50", "p99"}
+            assert system["online"][latency].keys() == {"mean", "p50", "p99", "max"}
+        roles = {"scheduler", "http_server", "detokenizer", "client", "other_programs"}
+        assert system["cores"].keys() == roles
         if name == "online_alone":
             assert system["offline"] is None
         else:

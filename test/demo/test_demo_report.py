@@ -15,16 +15,13 @@ from rich.console import Console
 
 from sglang_coserve import errors
 from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.demo.cpu_use import CpuTimes, CpuUse
 from sglang_coserve.demo.loads import LoadScale, StreamedRequest, repeated
-from sglang_coserve.demo.report import (
-    DemoResult,
-    SystemResult,
-    as_json,
-    as_table,
-    draw,
-    sentence,
-)
+from sglang_coserve.demo.result import DemoResult, SystemResult, as_json
 from sglang_coserve.demo.run import DemoOptions, run_demo
+from sglang_coserve.demo.table import as_table, cpu_lines
+from sglang_coserve.demo.timeline import draw
+from sglang_coserve.demo.verdict import sentence
 from sglang_coserve.errors import InputFileError, MissingExtraError
 from sglang_coserve.metrics import Outcome, RequestTimeline, SloTargets
 from sglang_coserve.srt.emulation.model_directory import CONTEXT_TOKENS
@@ -39,6 +36,7 @@ def system(
     tokens_per_s: float | None,
     *,
     unfinished: int = 0,
+    label: str = "",
 ) -> SystemResult:
     """Twenty requests of ten tokens, all the same."""
     online = [
@@ -56,7 +54,7 @@ def system(
         done = RequestTimeline("done", 0.0, (10.0,), int(20 * tokens_per_s) - 1)
         failed = RequestTimeline("failed", 0.0, (), 0, outcome=Outcome.FAILED)
         offline = [done, failed]
-    return SystemResult(name, f"the {name}", online, offline, 20.0)
+    return SystemResult(name, label or f"the {name}", online, offline, 20.0)
 
 
 def result(ours: SystemResult, stock: SystemResult) -> DemoResult:
@@ -69,17 +67,28 @@ def result(ours: SystemResult, stock: SystemResult) -> DemoResult:
         (
             system("coserve", 0.11, 0.011, 900),
             system("stock", 0.5, 0.02, 1000),
-            ["1.1 × and P99 ITL 1.1 ×", "5.0 × and 2.0 ×", "were less hurt", "got as much"],
+            [
+                "first tokens 1.1 × and 1.1 × with ours, 5.0 × and 5.0 × with stock",
+                "gaps between tokens 1.1 × and 1.1 × with ours, 2.0 × and 2.0 × with stock",
+                "time per token of a request 1.1 × and 1.1 × with ours, 2.0 × and 2.0 × with stock",
+                "gets 0.90 × the tokens with ours (900 and 1,000 a second)",
+                "better in TTFT P50, TTFT P99, gap P50, gap P99, TPOT P50 and TPOT P99; "
+                "worse in offline tokens.",
+            ],
         ),
         (
             system("coserve", 0.8, 0.01, 400),
             system("stock", 0.2, 0.01, 1000),
-            ["were more hurt", "got 40% of that (400 and 1,000 tokens/s)"],
+            [
+                "gets 0.40 × the tokens",
+                "Ours is worse in TTFT P50, TTFT P99 and offline tokens; "
+                "alike in gap P50, gap P99, TPOT P50 and TPOT P99.",
+            ],
         ),
         (
-            system("coserve", 0.2, 0.01, 3000),
+            system("coserve", 0.204, 0.01, 3000),
             system("stock", 0.2, 0.01, 1000),
-            ["hurt alike", "3.0 × as much"],
+            ["gets 3.00 × the tokens", "better in offline tokens; alike in TTFT P50, TTFT P99"],
         ),
         (
             system("coserve", 0.2, 0.01, 100, unfinished=5),
@@ -88,7 +97,7 @@ def result(ours: SystemResult, stock: SystemResult) -> DemoResult:
         ),
     ],
 )
-def test_one_sentence_says_what_was_seen(
+def test_each_metric_of_both_is_told_and_where_ours_is_worse(
     ours: SystemResult, stock: SystemResult, parts: list[str]
 ) -> None:
     text = sentence(result(ours, stock))
@@ -96,15 +105,45 @@ def test_one_sentence_says_what_was_seen(
         assert part in text
 
 
-def test_latencies_are_set_against_those_alone() -> None:
-    found = result(system("coserve", 0.11, 0.011, 900), system("stock", 0.5, 0.02, 1000))
+def printed(found: DemoResult) -> str:
     out = StringIO()
-    Console(width=120, file=out).print(as_table(found))
-    text = out.getvalue()
-    assert "500 (5.0×)" in text
-    assert "110 (1.1×)" in text
-    assert "1 ok, 1 failed" in text
-    assert as_json(found)["offline"]["tokens_per_s"] == 900
+    Console(width=100, file=out).print(as_table(found))
+    return out.getvalue()
+
+
+def test_latencies_are_set_against_those_alone_in_a_hundred_columns() -> None:
+    stock = system("stock", 1.235, 0.02, 22_222, label="stock SGLang, tuned")
+    text = printed(result(system("coserve", 0.11, 0.011, 900), stock))
+    assert "…" not in text
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert any(row.startswith("P50 P99 P50 P99 P50 P99") for row in rows)
+    first = rows.index("stock SGLang, tuned 1,235 1,235 20.0 20.0 20.0 20.0 22,222 20/20")
+    assert rows[first + 1] == "12.35 × 12.35 × 2.00 × 2.00 × 2.00 × 2.00 × 1 failed"
+    ours = rows.index("the coserve 110 110 11.0 11.0 11.0 11.0 900 20/20")
+    assert rows[ours + 1] == "1.10 × 1.10 × 1.10 × 1.10 × 1.10 × 1.10 × 0.04 ×"
+
+
+def test_the_share_of_tokens_in_a_message_is_in_the_report() -> None:
+    ours = system("coserve", 0.11, 0.011, 900)
+    together = RequestTimeline("r", 0.0, (1.0, 1.0, 2.0), 10)
+    ours = replace(ours, online=[*ours.online, together])
+    found = as_json(result(ours, system("stock", 0.5, 0.02, 1000)), "")["online"]
+    assert found["tokens_per_message"] == round(203 / 202, 3)
+
+
+def test_cores_are_told_by_role() -> None:
+    before = CpuTimes({"client": 1.0, "scheduler": 2.0}, 10.0)
+    after = CpuTimes({"client": 2.0, "scheduler": 11.0, "detokenizer": 0.5}, 25.0)
+    cpu = CpuUse.between(before, after, 10.0)
+    assert cpu.by_role == pytest.approx(
+        {"client": 0.1, "scheduler": 0.9, "detokenizer": 0.05, "other_programs": 0.45}
+    )
+    ours = replace(system("coserve", 0.11, 0.011, 900), cpu=cpu)
+    assert cpu_lines([ours, system("stock", 0.5, 0.02, 1000)]) == [
+        "cores in use, the coserve: scheduler 0.90, other programs 0.45, client 0.10, "
+        "detokenizer 0.05"
+    ]
+    assert as_json(DemoResult((ours,), SloTargets()), "")["cores"]["scheduler"] == 0.9
 
 
 def test_what_is_emulated_says_so_wherever_it_is_shown(tmp_path: Path) -> None:
@@ -114,18 +153,27 @@ def test_what_is_emulated_says_so_wherever_it_is_shown(tmp_path: Path) -> None:
         replace(result(ours, stock), emulated=name),
         DemoResult((ours,), SloTargets(0.5, 0.1), name),
     ):
-        out = StringIO()
-        Console(width=120, file=out).print(as_table(found))
-        assert f"{name}, no GPU" in out.getvalue()
+        assert f"{name}, no GPU" in printed(found)
         assert sentence(found).startswith(f"{name}, no GPU: ")
         assert ("--quick" in sentence(found)) == (len(found.systems) == 1)
-        assert as_json(found)["emulated"] == name
-        with rc_context({"svg.fonttype": "none"}):  # Its text stays text.
-            draw(found, tmp_path / "timeline.svg")
-        assert f"{name}, no GPU" in (tmp_path / "timeline.svg").read_text()
+        assert as_json(found, "")["emulated"] == name
+        assert f"{name}, no GPU" in drawn(found, tmp_path)
     computed = result(ours, stock)
-    assert as_json(computed)["emulated"] is None
+    assert as_json(computed, "")["emulated"] is None
     assert "emulated" not in sentence(computed)
+
+
+def drawn(found: DemoResult, folder: Path) -> str:
+    with rc_context({"svg.fonttype": "none"}):  # Its text stays text.
+        draw(found, folder / "timeline.svg")
+    return (folder / "timeline.svg").read_text()
+
+
+def test_the_picture_shows_the_figures_of_the_sentence(tmp_path: Path) -> None:
+    found = result(system("coserve", 0.11, 0.011, 900), system("stock", 0.5, 0.02, 1000))
+    text = drawn(found, tmp_path)
+    for part in ("P50 500.0, P99 500.0", "P50 11.0, P99 11.0", "mean 900", "mean 1,000", "none"):
+        assert part in text
 
 
 def test_bundled_prompts_take_their_share_of_any_device() -> None:

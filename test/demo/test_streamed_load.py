@@ -19,24 +19,24 @@ GIVE_UP_S = 30
 
 
 @contextmanager
-def serving(stream: bytes, status: int = 200) -> Iterator[str]:
-    """A server that answers every request with ``stream``, a byte at a time."""
+def serving(stream: bytes, status: int = 200, *, step_bytes: int = 1) -> Iterator[str]:
+    """A server that answers every request with ``stream``, so many bytes at a time."""
 
     def answer(call: Call) -> None:
         call.send_response(status)
         call.send_header("content-type", "text/event-stream")
         call.end_headers()
         with suppress(ConnectionError):
-            for index in range(len(stream)):
-                call.wfile.write(stream[index : index + 1])
+            for index in range(0, len(stream), step_bytes):
+                call.wfile.write(stream[index : index + step_bytes])
 
     with web_server(answer) as server:
         yield server.url
 
 
-async def timeline(stream: bytes, status: int = 200) -> RequestTimeline:
+async def timeline(stream: bytes, status: int = 200, *, step_bytes: int = 1) -> RequestTimeline:
     request = StreamedRequest("a", "/v1/completions", {})
-    with serving(stream, status) as url:
+    with serving(stream, status, step_bytes=step_bytes) as url:
         async with StreamedLoad(url, [request], arrivals_s=[0.0], drain_s=GIVE_UP_S) as load:
             await load.finished()
             (found,) = load.timelines(load.began_s)
@@ -75,6 +75,12 @@ async def test_a_separator_in_a_text_ends_no_event(separator: str) -> None:
 )
 async def test_a_stream_that_does_not_end_well_has_failed(stream: bytes, status: int) -> None:
     assert (await timeline(stream, status)).outcome is Outcome.FAILED
+
+
+async def test_events_that_come_together_have_no_gap() -> None:
+    stream = event("a", 1) + event("b", 2) + event("c", 3, "stop") + DONE
+    together = await timeline(stream, step_bytes=len(stream))
+    assert (together.output_tokens, together.itls_s) == (3, ())
 
 
 async def test_so_many_are_sent_at_once_until_it_is_left() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import httpx
@@ -20,9 +22,11 @@ from batch.manual_clock import ManualClock
 from batch.route_calls import completed, create, texts
 from batch.scenarios import lines, opened
 from batch.scripted_backend import ScriptedBackend, tokens_of
-from calls import client_of, get
+from calls import call, client_of, get
 from fleet.gateway_process import GIVE_UP_S, EngineThread, fleet_of, gateway
 from sglang_coserve.cli import app
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.fleet.options import parse_options
 from sglang_coserve.local_server import LocalServer, free_port
 from waiting import eventually
 
@@ -103,12 +107,28 @@ def test_keys_are_checked_as_by_a_single_server(server: LocalServer) -> None:
     assert get(server, "/coserve/").status_code == 307  # To the page, which needs none.
     assert get(server, "/coserve/batches", API_KEY).status_code == 401
     assert get(server, "/coserve/batches", OPERATOR).status_code == 200
-    assert get(server, "/v1/chat/completions", API_KEY).status_code == 404
+    assert call(server, "OPTIONS", "/v1/files").status_code == 401
 
 
 def with_headers(server: LocalServer, path: str, *values: str) -> httpx.Response:
     headers = [("authorization", value) for value in values]
     return httpx.get(f"{server.base_url}{path}", headers=headers, timeout=GIVE_UP_S)
+
+
+def test_a_refusal_has_the_form_of_openais(server: LocalServer) -> None:
+    for method, path, key, status in (
+        ("GET", "/nowhere", API_KEY, 404),
+        ("DELETE", "/health", API_KEY, 405),
+        ("GET", "/v1/files", None, 401),
+    ):
+        answer = call(server, method, path, key)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+
+
+def test_who_sends_an_online_request_is_told_where_it_goes(server: LocalServer) -> None:
+    with client_of(server, API_KEY) as client, pytest.raises(openai.NotFoundError, match="router"):
+        client.completions.create(model="scripted", prompt="hi")
 
 
 def test_a_key_is_read_in_one_way_by_all_who_ask_for_it(server: LocalServer) -> None:
@@ -172,8 +192,10 @@ def test_a_response_in_the_background_outlives_its_gateway(tmp_path: Path) -> No
             eventually(lambda: client.responses.retrieve(response.id).status == "completed")
             answer = client.responses.retrieve(response.id).output_text
             assert answer == " ".join(map(str, tokens_of("one", 4)))
-            with pytest.raises(openai.NotFoundError, match="router"):
+            # A proxy tells by this status that the router is meant.
+            with pytest.raises(openai.APIStatusError, match="router") as refused:
                 client.responses.create(input="one")
+            assert refused.value.status_code == 421
 
 
 def test_ctrl_c_ends_it_in_order_and_the_next_one_goes_on(tmp_path: Path) -> None:
@@ -197,6 +219,30 @@ def required_per_s(server: LocalServer, model: str) -> float:
     name = f'coserve_batch_required_tokens_per_second{{model_name="{model}"}} '
     (line,) = (text for text in get(server, "/metrics").text.splitlines() if text.startswith(name))
     return float(line.removeprefix(name))
+
+
+def test_what_a_key_has_is_there_for_the_next_key(tmp_path: Path) -> None:
+    keys = (None, "first", "second", None)
+    flags = ["--engine", f"http://localhost:{free_port()}", "--admin-api-key", OPERATOR]
+    files = []
+    for number, key in enumerate(keys):
+        with gateway(tmp_path, *flags, *(("--api-key", key) if key else ())) as server:
+            # Without --api-key each key is an owner.
+            with client_of(server, key or keys[1]) as client:
+                if number < 3:
+                    files.append(client.files.create(file=lines(1), purpose="batch").id)
+                    assert [each.id for each in client.files.list()] == files[::-1]
+                    continue
+                assert list(client.files.list()) == []
+            owner = httpx.post(
+                f"{server.base_url}/coserve/owners/everybody/move",
+                json={"to": sha256(b"first").hexdigest()},
+                headers={"authorization": f"Bearer {OPERATOR}"},
+                timeout=GIVE_UP_S,
+            )
+            assert owner.json()["files"] == 3
+            with client_of(server, "first") as client:
+                assert len(list(client.files.list())) == 3
 
 
 def test_batches_are_accepted_before_there_is_an_engine(tmp_path: Path) -> None:
@@ -249,28 +295,36 @@ def test_tokens_are_kept_of_a_batch_that_waited_for_the_first_engine(tmp_path: P
                 assert all(len(held.request.generated) == 2 for held in engine.backend.in_flight)
 
 
+def create_with_a_typo(server: LocalServer, request_id: str) -> str:
+    """Create a batch, of which the log tells; return the id of the request in the answer."""
+    client = client_of(server)
+    file = client.files.create(file=("input.jsonl", lines(1)), purpose="batch")
+    answer = client.batches.with_raw_response.create(
+        input_file_id=file.id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        extra_body={"prioritie": 1},
+        extra_headers={"x-request-id": request_id},
+    )
+    return str(answer.headers["x-request-id"])
+
+
 def test_its_log_as_text_names_the_request(tmp_path: Path) -> None:
-    dead = "http://127.0.0.1:1"
-    with gateway(tmp_path, "--engine", dead, "--router", dead) as server:
-        url = f"{server.base_url}/v1/completions"
-        httpx.post(url, json={}, headers={"x-request-id": "trace-7"})
+    with gateway(tmp_path, "--engine", "http://127.0.0.1:1") as server:
+        create_with_a_typo(server, "trace-7")
         log = server.log_tail()
-    assert "WARNING [trace-7] http://127.0.0.1:1 cannot be reached" in log
+    assert re.search(r"WARNING \[trace-7\] batch \w+: unknown fields were ignored", log)
     assert "WARNING [-] batches in" in log
 
 
 def test_each_line_of_its_log_is_json_and_names_the_request(tmp_path: Path) -> None:
-    dead = "http://127.0.0.1:1"
-    flags = ("--engine", dead, "--router", dead, "--log-format", "json")
-    with gateway(tmp_path, *flags) as server:
-        url = f"{server.base_url}/v1/completions"
-        for given, is_taken in (("trace-7", True), ("two words", False)):
-            answer = httpx.post(url, json={}, headers={"x-request-id": given})
-            assert (answer.headers["x-request-id"] == given) == is_taken
-        last = answer.headers["x-request-id"]
+    with gateway(tmp_path, "--engine", "http://127.0.0.1:1", "--log-format", "json") as server:
+        assert create_with_a_typo(server, "trace-7") == "trace-7"
+        last = create_with_a_typo(server, "two words")
+        assert last != "two words"
     records = [json.loads(line) for line in (tmp_path / "gateway.log").read_text().splitlines()]
     assert all(record.keys() >= {"at", "level", "logger", "message"} for record in records)
-    told = [r.get("request_id") for r in records if "cannot be reached" in r["message"]]
+    told = [r.get("request_id") for r in records if "unknown fields" in r["message"]]
     assert told == ["trace-7", last]
 
 
@@ -313,3 +367,24 @@ def test_batches_of_a_server_that_does_not_start_are_shown_and_changed(tmp_path:
             assert {request.batch_id for request in scene.backend.started} == {second}
 
     asyncio.run(next_server())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        # As of a file with a line break at its end.
+        (("--engine-admin-key", "k\n"), "line break"),
+        (("--api-key", "k\n"), "line break"),
+        (("--api-key", "k "), "space"),
+        (("--admin-api-key", "k\n"), "line break"),
+        (("--engine", "http://a:1/v1"), "http://a:1/v1"),
+        (("--engine", "http://a:1?b=c"), "use http://HOST:PORT"),
+        (("--engine", "http://user:pw@a:1"), "neither a user name"),
+    ],
+)
+def test_what_no_gateway_could_use_is_told_before_it_starts(
+    flags: tuple[str, ...], says: str
+) -> None:
+    given = ("--engine", "http://a:1", "--engine-admin-key", "k", "--coserve-data-dir", "d")
+    with pytest.raises(ConfigError, match=says):
+        parse_options((*given, *flags))

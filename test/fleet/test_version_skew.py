@@ -60,7 +60,7 @@ class Case:
 
 
 ATTEMPT = LineRequest(
-    "batch_1", 3, "/v1/completions", {"prompt": "p"}, (1, 2), 5.0, 7, KV, True, 5.0, "m"
+    "batch_1", 3, "/v1/completions", {"prompt": "p"}, (1, 2), 5.0, 7, KV, 5.0, "m"
 )
 RESULT = LineResult(503, "id", {"error": {}}, True, FailureKind.UNAVAILABLE, 2.0)
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from sglang_coserve import network
 from sglang_coserve.guard import media_sources
-from sglang_coserve.guard.media_sources import MediaSources
+from sglang_coserve.guard.media_sources import FETCHED, MediaSources
 from web_server import Call, WebServer, web_server
 
 
@@ -157,7 +157,7 @@ A_TURN = media_sources._AT_ONCE * media_sources._ITEMS_A_TURN
     [
         (["QUJD"] * STRINGS, STRINGS // media_sources._AT_ONCE),
         ([["QUJD"] * 5] * (STRINGS // 5), STRINGS // media_sources._AT_ONCE),
-        (["data:,x"] * STRINGS, STRINGS // A_TURN),
+        (["data:,QUJD"] * STRINGS, STRINGS // A_TURN),
         ([{"format": "processor_output", "pixel_values": [0.5] * 30_000}], 0),
         ([{"format": "processor_output", "pixel_values": [[0.5]] * STRINGS}], STRINGS // A_TURN),
     ],
@@ -229,9 +229,9 @@ class TestPublicAddresses:
         self, web: WebServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(media_sources, "_TIMEOUT_S", 0.5)
-        monkeypatch.setattr(media_sources, "_MAX_BYTES", 1 << 20)
+        monkeypatch.setattr(media_sources, "FETCHED", FETCHED._replace(most=1 << 20))
         for path, reason in (
-            ("endless", "may have 1,048,576 bytes"),
+            ("endless", "one request may have 1,048,576"),
             ("slow", "did not come within 0.5 s"),
             ("none", "404"),
             ("to//to//to//to//to//to//to/x", "redirects|cannot be fetched"),
@@ -242,11 +242,12 @@ class TestPublicAddresses:
     def test_all_files_of_a_request_share_one_limit(
         self, web: WebServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(media_sources, "_MAX_BYTES", 3 * len(PICTURE))
+        most = 3 * len(PICTURE)
+        monkeypatch.setattr(media_sources, "FETCHED", FETCHED._replace(most=most))
         urls = [f"{web.url}/{n}" for n in range(4)]
         assert brought(asking(image_data=urls[:3])).image_data == [DATA_URL] * 3
         for data in ({"image_data": urls}, {"image_data": urls[:2], "video_data": urls[2:]}):
-            with pytest.raises(ValueError, match="bytes together: send fewer or smaller"):
+            with pytest.raises(ValueError, match=r"bytes .* together: send fewer or smaller"):
                 brought(asking(**data))
 
     async def test_with_one_that_cannot_be_fetched_nothing_more_is(self, web: WebServer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -51,11 +50,13 @@ def test_what_cannot_be_searched_for_is_refused(pattern: str, told: str) -> None
 
 def test_all_patterns_of_a_request_count_together() -> None:
     """Each is searched for after every token."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
     check_stop_patterns(f"a{{100}}{number}" for number in range(4))
     with pytest.raises(ValueError, match="all patterns together"):
         check_stop_patterns(f"a{{100}}{number}" for number in range(5))
     prompts = [{"stop_regex": f"a{{100}}{number}"} for number in range(5)]
-    request = SimpleNamespace(rid=None, text=["x"] * 5, sampling_params=prompts)
+    request = GenerateReqInput(text=["x"] * 5, sampling_params=prompts)
     with pytest.raises(ValueError, match="all patterns together"):
         check_request(request)
     request.sampling_params = prompts[:1] * 5

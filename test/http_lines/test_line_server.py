@@ -84,10 +84,10 @@ def beat_every(monkeypatch: pytest.MonkeyPatch, heartbeat_s: float, silent_s: fl
 async def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    beat_every(monkeypatch, 0.01, 0.1)
+    beat_every(monkeypatch, 0.1, 2.0)
     async with connected() as (engine, connection):
         attempt = await held(engine, connection)
-        await asyncio.sleep(0.2)  # Some heartbeats.
+        await asyncio.sleep(3.0)  # Some heartbeats.
         engine.backend.held("a").finish()
         assert (await attempt).is_ok
 
@@ -222,6 +222,18 @@ async def test_lines_go_elsewhere_while_the_model_is_exchanged_and_of_another_mo
             await connection.run(request(), "scripted", ignore)
 
 
+async def test_lines_go_elsewhere_once_the_engine_serves_none_until_its_next_start() -> None:
+    async with connected() as (engine, connection):
+        attempt = await held(engine, connection)
+        engine.backend.stalled_by = "no plans"
+        engine.lines.take_out("no plans")
+        with pytest.raises(LineMovedError, match="no plans"):
+            await attempt
+        with pytest.raises(LineMovedError, match="no plans"):
+            await connection.run(request(), "scripted", ignore)
+        assert (await connection.describe()).refuses == "no plans"
+
+
 async def test_only_the_admin_key_opens_the_routes() -> None:
     async with LiveEngine() as engine:
         async with EngineConnection(engine.url, "guess") as connection:
@@ -350,14 +362,14 @@ async def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connecti
 async def test_an_engine_that_is_sent_line_after_line_is_not_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    beat_every(monkeypatch, 0.1, 0.5)
+    beat_every(monkeypatch, 0.1, 2.0)
     async with connected() as (engine, connection):
         attempt = await held(engine, connection)
         others = []
         for number in range(50):
             run = connection.run(request(f"{number}"), "scripted", ignore)
             others.append(asyncio.ensure_future(run))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.06)
         for other in others:
             other.cancel()
         await asyncio.gather(*others, return_exceptions=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.latency_model.model import LatencyModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.profiler.fits import ProfiledMachine
 from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape
 
@@ -14,8 +14,8 @@ LIMITS = ExecutorLimits(
     max_batch_tokens=2048, max_request_tokens=8192, max_requests=64, kv_capacity_tokens=65536
 )
 
-POLYNOMIAL = LinearModel.of(
-    CONSERVE, compute_token_s=8e-5, attention_pair_s=5e-8, context_token_s=2e-6, iteration_s=4e-3
+POLYNOMIAL = PolynomialModel.of(
+    compute_token_s=8e-5, attention_pair_s=5e-8, context_token_s=2e-6, iteration_s=4e-3
 )
 
 MACHINE = ProfiledMachine(

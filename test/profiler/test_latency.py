@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.latency_model.model import SampleTable
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.profiler.fits import choose, fit_all
 from sglang_coserve.profiler.latency import LEAST_SHAPES, ShapeTiming, measure_grid, repeat_error
 from sglang_coserve.profiler.shapes import ShapeKind, StepShape, plan_grid
@@ -45,7 +45,7 @@ def test_the_time_limit_is_kept(time_limit_s: float) -> None:
 def test_quick_samples_determine_the_machine() -> None:
     executor = ModelledExecutor(noise=0.01)
     measured = run(executor, 10.0, plan_grid(LIMITS))
-    fitted = LinearModel.of(CONSERVE).fit(SampleTable.of([each.sample for each in measured])).model
+    fitted = PolynomialModel.of().fit(SampleTable.of([each.sample for each in measured])).model
     for shape in SHAPES:
         if shape.kind is not ShapeKind.DECODE or len(shape.decodes) < 32:
             exact = POLYNOMIAL.predict(shape.stats)

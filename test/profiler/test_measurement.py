@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from profiler.modelled_executor import LIMITS
 from sglang_coserve.cli.profile import ProfileProgress
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.polynomial import EAGER, PolynomialModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.profiler.latency import CostBound, ShapeTiming, measure, repeat_error
 from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape
@@ -74,9 +74,9 @@ batches = st.builds(
 ).filter(lambda batch: not batch.is_empty)
 
 
-eager_prices = st.fixed_dictionaries(
-    {name: st.floats(0, 1e-3) for name in CONSERVE.features}
-).filter(lambda prices: any(prices.values()))
+eager_prices = st.fixed_dictionaries({name: st.floats(0, 1e-3) for name in EAGER}).filter(
+    lambda prices: any(prices.values())
+)
 
 
 def has_kinds_of(batch: StepStats, known: StepStats) -> bool:
@@ -89,7 +89,7 @@ def has_kinds_of(batch: StepStats, known: StepStats) -> bool:
 def test_cost_bound_holds_for_any_prices(
     prices: dict[str, float], measured: list[StepStats], batch: StepStats
 ) -> None:
-    model = LinearModel.of(CONSERVE, **prices)
+    model = PolynomialModel.of(**prices)
     bound = CostBound()
     for known in measured:
         bound.observe(known, model.predict(known))

@@ -13,6 +13,7 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.profiler.fits import (
     KINDS,
+    attention_name,
     choose,
     fit_all,
     load_profile,
@@ -33,16 +34,23 @@ def measurements() -> list[ShapeTiming]:
     return list(measure_grid(executor, shapes, time_limit_s=10_000, clock=executor.clock))
 
 
+def test_prefills_and_decodes_may_have_attention_backends_of_their_own() -> None:
+    assert attention_name({"attention_backend": "fa3", "sampling_backend": "pytorch"}) == "fa3"
+    split = {"attention_backend": "fa3", "decode_attention_backend": "flashinfer"}
+    assert attention_name(split) == "prefill fa3, decode flashinfer"
+    assert attention_name({"attention_backend": None}) == ""
+
+
 def test_best_is_the_kind_with_the_least_error(measurements: list[ShapeTiming]) -> None:
     attempts = fit_all([m.sample for m in measurements], MACHINE)
     best = choose(attempts)
     fits = [attempt.fit for attempt in attempts if attempt.fit is not None]
-    assert len(fits) == 4
+    assert len(fits) == 2
     assert best.report.mape == min(fit.report.mape for fit in fits)
-    # The machine is a polynomial: that kind is as good as the noise, the others lack terms.
+    # The machine is a polynomial: that kind is as good as the noise.
     assert best.model.kind == "polynomial"
     assert best.report.mape < 0.02
-    assert choose(attempts, "linear").model.kind == "linear"
+    assert choose(attempts, "roofline").model.kind == "roofline"
 
 
 def test_a_kind_that_does_not_fit_is_told_and_left_out(measurements: list[ShapeTiming]) -> None:
@@ -98,12 +106,12 @@ def test_the_report_shows_errors_beside_the_noise_and_invents_none(
     text = report_text(measurements, fit_all([m.sample for m in measurements], MACHINE))
     head, *rows = text.splitlines()
     assert head.split()[:4] == ["kind", "MAPE", "P99", "bias"]
-    assert [row.split()[0] for row in rows[:4]] == list(KINDS)
-    assert rows[4].startswith("repeat error")
-    assert f"{len(measurements)} measurements" in rows[5]
+    assert [row.split()[0] for row in rows[:2]] == list(KINDS)
+    assert rows[2].startswith("repeat error")
+    assert f"{len(measurements)} measurements" in rows[3]
     text = report_text([FIRST], fit_all([FIRST.sample], MACHINE))
     assert "not measured: no shape was repeated" in text
-    assert text.count("not fitted") == 4
+    assert text.count("not fitted") == 2
 
 
 def test_profiles_survive(measurements: list[ShapeTiming], tmp_path: Path) -> None:

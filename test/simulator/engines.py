@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.latency_model.model import LatencyModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.offline_queue import pack_tokens
 from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.prefix_tree import PrefixTree
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
@@ -18,11 +19,10 @@ from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.observer import SimulationObserver
-from sglang_coserve.simulator.prefix_cache import SimulatedPrefixCache
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.run import SimulationSetup
 
-MS_PER_TOKEN = LinearModel.of(CONSERVE, compute_token_s=1e-3)
+MS_PER_TOKEN = PolynomialModel.of(compute_token_s=1e-3)
 """An step takes one millisecond a token, nothing else."""
 
 _serials = itertools.count()
@@ -61,6 +61,7 @@ def engine_of(
     config: ExecutorConfig | None = None,
     model: LatencyModel = MS_PER_TOKEN,
     scheduler_config: SchedulerConfig | None = None,
+    policy_settings: Mapping[str, float] | None = None,
     observers: Sequence[SimulationObserver] = (),
 ) -> SimEngine:
     """An engine before these requests arrive."""
@@ -69,7 +70,7 @@ def engine_of(
     setup = SimulationSetup(model, config, targets or SloTargets(), scheduler=scheduler_config)
     ordered = sorted(requests, key=lambda request: request.info.arrival_s)
     return setup.make_engine(
-        make_policy(policy, scheduler_config), TrafficSource([ordered]), observers
+        make_policy(policy, policy_settings or {}), TrafficSource([ordered]), observers
     )
 
 
@@ -109,7 +110,7 @@ def check_executor(executor: SimulatedExecutor) -> None:
     assert slots == kv.capacity_pages * kv.page_tokens
 
 
-def check_cache(cache: SimulatedPrefixCache) -> None:
+def check_cache(cache: PrefixTree) -> None:
     """Assert that the sums match the tree and locks never grow downwards. O(nodes)."""
     nodes, stack = [], list(cache.root.children.values())
     while stack:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import ChunkRules
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
@@ -31,6 +32,9 @@ MACHINES = st.builds(
     page_tokens=st.sampled_from([1, 4, 8]),
     max_running_requests=st.integers(1, 6),
     max_batch_tokens=st.integers(16, 64),
+    chunk_rules=st.sampled_from(
+        [ChunkRules(), ChunkRules(align_tokens=16), ChunkRules(may_cut=False)]
+    ),
     prefix_cache=st.booleans(),
     checkpoint_tokens_per_s=st.sampled_from([0.0, 100.0, 1e6]),
     safepoint=st.sampled_from([None, SafepointConfig(8, 2, 1e-5)]),

@@ -13,7 +13,6 @@ from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.step import PrefillChunk, Retraction, StepPlan
 from sglang_coserve.metrics import SloTargets, summarize
@@ -211,7 +210,7 @@ def test_under_conserve_an_arrival_waits_if_its_first_token_is_in_time_even_so(
 ) -> None:
     # 80 ms are to run, and 10 for the arrival's prompt: 70 ms after it has come.
     background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.020)
-    request.info = replace(request.info, ttft_target_s=ttft_s)
+    request.info = request.info._replace(ttft_target_s=ttft_s)
     whole = SchedulerConfig(min_chunk_tokens=80)
     engine = engine_of(background, request, config=safepoints(), scheduler_config=whole)
     run_out(engine)
@@ -276,22 +275,37 @@ def test_an_idle_engine_lets_time_pass_only_to_the_limit() -> None:
     assert engine.now_s == 5.0
 
 
-def test_the_baseline_finds_the_prefixes_that_the_cache_holds() -> None:
+@pytest.mark.parametrize(
+    ("before", "found", "found_alone"),
+    [("none", 0, 0), ("offline", 19, 0), ("online", 19, 19), ("online, then offline", 10, 19)],
+)
+def test_the_baseline_finds_the_prefixes_of_online_requests(
+    before: str, found: int, found_alone: int
+) -> None:
+    """Offline requests leave no prefix in the baseline, and evict none from there."""
     prompt = list(range(20))
+    last = online("b", prompt, 1, arrival_s=3.0)
+    first = {
+        "none": [],
+        "offline": [offline("f", prompt, 1)],
+        "online": [online("a", prompt, 1)],
+        "online, then offline": [online("a", prompt, 1), offline("f", 90, 1, arrival_s=1.0)],
+    }[before]
+    config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=1)
     targets = SloTargets(ttft_s=1.0)
-    for lone in (True, False):
-        first = [] if lone else [offline("f", prompt, 1)]
-        second = online("a", prompt, 1, arrival_s=1.0)
-        engine = engine_of(*first, second, targets=targets)
-        run_out(engine)
-        scheduler = engine._scheduler
-        assert isinstance(scheduler, Scheduler)
-        (standing,) = scheduler.interference.monitor.report(engine.now_s).standings
-        assert standing.alone_s == pytest.approx(20e-3 if lone else 1e-3)
+    engine = engine_of(*first, last, policy="coserve", config=config, targets=targets)
+    run_out(engine)
+    interference = engine._scheduler.interference
+    assert last.cached_prompt_tokens == found
+    assert interference.kv is not None
+    assert interference.kv.cached_tokens == found_alone
 
 
-def test_a_target_that_cannot_be_met_costs_neither_the_others_nor_offline_work() -> None:
-    """Prompts take 100 ms and more alone, where 10 ms are asked for; gaps are feasible."""
+def test_a_ttft_target_that_cannot_be_met_acts_like_a_small_slowdown() -> None:
+    """Prompts take 100 ms and more alone, where 10 ms are asked for; gaps are feasible.
+
+    Offline work may still add 1/22, or 4.5%, of the P99 TTFT alone.
+    """
     rng = random.Random(1)
     lengths = [(rng.randint(2000, 6000), rng.randint(50, 150)) for _ in range(60)]
     machine = SimulatedMachine.named("llama-3.1-8b", "h100")
@@ -311,8 +325,9 @@ def test_a_target_that_cannot_be_met_costs_neither_the_others_nor_offline_work()
         gaps_s = [gap_s for request in requests for gap_s in request.timeline().itls_s]
         return summarize(gaps_s).p99_s or math.inf, engine.counters.offline_tokens, told_s
 
-    p99_s, tokens, never_s = run("tbt p99 <= 50ms")
-    also_p99_s, also_tokens, told_s = run("tbt p99 <= 50ms", "ttft p99 <= 10ms")
-    assert also_p99_s <= 1.05 * max(p99_s, 0.05)
-    assert also_tokens >= 0.95 * tokens
+    _, _, never_s = run("tbt p99 <= 50ms")
+    p99_s, tokens, _ = run("tbt p99 <= 50ms", "ttft p99 <= +4.5%")
+    infeasible_p99_s, infeasible_tokens, told_s = run("tbt p99 <= 50ms", "ttft p99 <= 10ms")
+    assert infeasible_p99_s <= 1.05 * max(p99_s, 0.05)
+    assert infeasible_tokens >= 0.99 * tokens
     assert told_s < 10.0 < never_s

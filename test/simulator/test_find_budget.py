@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from common.arrivals import gamma_arrivals
 from sglang_coserve.cli import app
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.profiler.fits import write_profile
@@ -27,7 +27,7 @@ from sglang_coserve.simulator.find_budget import BudgetSearch, Trial
 from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
 
-MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, context_token_s=1e-7, iteration_s=5e-3)
+MODEL = PolynomialModel.of(compute_token_s=1e-4, context_token_s=1e-7, iteration_s=5e-3)
 """5 ms and a tenth of one for each token."""
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -61,21 +62,48 @@ def test_a_report_of_two_policies(tmp_path: Path) -> None:
     assert made["table.txt"].decode() in output
 
 
-def test_slos_bound_what_offline_work_adds_as_they_do_on_a_server(tmp_path: Path) -> None:
-    slos = ("--slo", "ttft p99 <= +10%", "--slo", "tbt p99 <= +10%")
-    p99_ms = {}
-    for name, arguments in (("bounded", slos), ("free", ())):
-        run("--policy", "coserve", *arguments, output=tmp_path / name)
-        made = files(tmp_path / name)
-        assert set(made) == {"report.json", "table.txt"}  # No event log unasked.
-        report = json.loads(made["report.json"])
-        (result,) = report["results"]
-        latency = result["online"]["latency"]
-        p99_ms[name] = [latency[value]["p99"] for value in ("ttft_ms", "itl_ms")]
-        assert result["offline"]["throughput"]["total_tokens_per_s"] > 0
-        assert report["settings"]["slo"] == list(arguments[1::2])
-    for bounded, free in zip(p99_ms["bounded"], p99_ms["free"], strict=True):
-        assert bounded < 0.9 * free
+def results_of(output: Path, *arguments: str) -> dict[str, Any]:
+    """Results of the policy coserve; the report has nothing else and no event log."""
+    run("--policy", "coserve", *arguments, output=output)
+    made = files(output)
+    assert set(made) == {"report.json", "table.txt"}
+    report = json.loads(made["report.json"])
+    assert report["settings"]["slo"] == [text for text in arguments if "<=" in text]
+    (result,) = report["results"]
+    assert result["offline"]["throughput"]["total_tokens_per_s"] > 0
+    return dict(result)
+
+
+FREE_PROMPTS, FREE_STREAMS = ("--online-slowdown", "9999%"), ("--stream-slowdown", "9999%")
+
+
+@pytest.mark.parametrize(
+    ("bounded", "latency"),
+    [
+        (("--slo", "ttft p99 <= +10%", *FREE_STREAMS), "ttft_ms"),
+        (("--slo", "tbt p99 <= +10%", *FREE_PROMPTS), "itl_ms"),
+        (FREE_STREAMS, "ttft_ms"),
+        (FREE_PROMPTS, "itl_ms"),
+    ],
+    ids=["ttft", "tbt", "default of first tokens", "default of streams"],
+)
+def test_targets_bound_what_offline_work_adds_as_they_do_on_a_server(
+    tmp_path: Path, bounded: tuple[str, ...], latency: str
+) -> None:
+    """The defaults of a server hold, too, where nothing else is said."""
+    p99_ms = [
+        results_of(tmp_path / str(len(arguments)), *arguments)["online"]["latency"][latency]["p99"]
+        for arguments in (bounded, ("--seed", "0", *FREE_PROMPTS, *FREE_STREAMS))
+    ]
+    assert p99_ms[0] < 0.9 * p99_ms[1]
+
+
+def test_without_targets_the_defaults_of_a_server_hold(tmp_path: Path) -> None:
+    plain = results_of(tmp_path / "plain")
+    told = results_of(tmp_path / "told", "--online-slowdown", "10%", "--stream-slowdown", "100%")
+    assert plain == told
+    free = results_of(tmp_path / "free", *FREE_PROMPTS, *FREE_STREAMS)
+    assert plain["online"]["latency"] != free["online"]["latency"]
 
 
 def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:

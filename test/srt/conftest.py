@@ -62,7 +62,7 @@ def start_engine(small_model: Path) -> Iterator[Callable[..., EngineProcess]]:
 
 @pytest.fixture(params=LOOPS_AND_PAGES)
 def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
-    """Offline requests first come, first served, in both event loops, pages of 1 and 16 tokens."""
+    """The default settings, in both event loops, with pages of 1 and 16 tokens."""
     overlap, page_size = request.param
     return start_engine(overlap=overlap, page_size=page_size)
 

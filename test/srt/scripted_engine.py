@@ -31,10 +31,6 @@ Spec = tuple[str, list[int], int, bool]
 """A request: rid, prompt, max_new_tokens, whether it is offline."""
 
 
-POLICY_SETTINGS = {"offline_policy", "online_slowdown", "slo", "slo_ttft_ms", "slo_tpot_ms"}
-"""Without one of these an engine takes offline requests first come, first served."""
-
-
 @dataclass(frozen=True)
 class EngineSpec:
     """What to start. ``stock`` leaves SGLang's own scheduler in place."""
@@ -76,7 +72,7 @@ class ScriptedEngine:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        from sglang_coserve.srt.kv_checkpoint.settings import register_cache, server_settings
+        from sglang_coserve.srt.optional_parts import KV_STORE
         from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler
 
         torch.set_num_threads(1)
@@ -91,14 +87,13 @@ class ScriptedEngine:
             "log_level": "warning",
             **dict(spec.server_args),
         }
-        coserve = dict(spec.coserve)
-        if not coserve.keys() & POLICY_SETTINGS:
-            coserve["offline_policy"] = "fifo"
+        # Measured times would differ from run to run.
+        coserve = {"startup_profile_seconds": 0.0, **dict(spec.coserve)}
         config = CoserveConfig(**coserve)
         base: Any = Scheduler if spec.stock else CoserveScheduler
         if "kv_checkpoint" in coserve:
-            settings |= server_settings(config, on_cpu=True)
-            register_cache(config, on_cpu=True)
+            settings |= KV_STORE.server_settings({}, config, on_cpu=True)
+            KV_STORE.register(config, on_cpu=True)
             base = checking_checkpoints(base)
             os.environ["SGLANG_CHECK_KV_PAGE_INVARIANTS"] = "1"
         server_args = ServerArgs(**settings)
@@ -160,6 +155,15 @@ class ScriptedEngine:
     def outputs(self, specs: Iterable[Spec]) -> dict[str, list[int]]:
         """The same of several requests, by rid."""
         return {spec[0]: self.output(spec[0]) for spec in specs}
+
+    def kv_figures(self) -> dict[str, Any]:
+        """What the status says of stored and moved KV, and of tokens that are computed twice."""
+        state = self.scheduler.parts.status.state()
+        return {
+            **state["kv_checkpoint"],
+            **state["kv_moves"],
+            "recompute": state["recompute"],
+        }
 
     # --- Running -------------------------------------------------------------------------
 

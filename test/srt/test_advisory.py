@@ -15,17 +15,15 @@ from srt.scripted_engine import EngineProcess, ScriptedEngine
 from srt.test_planned_scheduler import LOOSE
 from srt.test_scheduler import prompt
 
-EVERYWHERE = {
+PARTS = {
     "status": ("status", ("idle", "launched", "processed", "forget")),
     "load": ("online_load", ("get_pool_stats", "put_into")),
     "safepoint delays": ("lane.safepoints.stats", ("results",)),
     "status queries": ("status", ("internal_state", "state", "batch_delays_s", "last_steps")),
-    "judgement": ("admission.interference", ("arrived", "produced", "ended")),
-}
-"""By its name: where a part is in ``CoserveParts``, and by which methods it is called."""
-
-PLANNED = {
-    "judgement": ("admission.interference", ("arrived", "worked", "produced", "ended", "advance")),
+    "judgement": (
+        "admission.core.interference",
+        ("arrived", "worked", "produced", "ended", "advance"),
+    ),
     "latency model": ("admission.core._learned", ("observe", "predict_now")),
     "work log": ("admission.core.work", ("ended",)),
     "service time": ("admission.core._service_time", ("observe",)),
@@ -41,9 +39,9 @@ QUESTIONS = (
 )
 
 
-@pytest.fixture(params=["fifo", "coserve"])
-def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
-    return start_engine(coserve=() if request.param == "fifo" else LOOSE)
+@pytest.fixture
+def engine(start_engine: Any) -> EngineProcess:
+    return start_engine(coserve=LOOSE)
 
 
 def serve(engine: ScriptedEngine) -> dict[str, list[int]]:
@@ -103,18 +101,14 @@ def run_failing(
     return seen
 
 
-def test_no_advisory_part_ends_the_scheduler_or_changes_an_output(
-    engine: EngineProcess, request: pytest.FixtureRequest
-) -> None:
-    is_planned = "coserve" in request.node.name
-    parts = EVERYWHERE | (PLANNED if is_planned else {})
+def test_no_advisory_part_ends_the_scheduler_or_changes_an_output(engine: EngineProcess) -> None:
     failed = set()
-    for what, (off, times_logged, is_same) in engine.call(run_failing, parts).items():
+    for what, (off, times_logged, is_same) in engine.call(run_failing, PARTS).items():
         assert off <= {what.rpartition(".")[0]}, what
         assert times_logged == len(off), what
         assert is_same, what
         failed |= off
-    assert failed == set(parts)
+    assert failed == set(PARTS)
 
 
 def test_without_somebody_to_tell_an_error_is_raised() -> None:

@@ -25,7 +25,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def deployment(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     directory = tmp_path_factory.mktemp("replicas")
-    with Deployment(small_model, directory, *FLAGS, policy="coserve") as running:
+    with Deployment(small_model, directory, *FLAGS) as running:
         yield running
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from sglang_coserve.asgi import ENGINE_PATHS
 from sglang_coserve.fleet.engine import DnsName, EngineList
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import ENGINE_KEY_VARIABLE, GatewayOptions, parse_options
@@ -74,7 +76,7 @@ def test_objects_are_as_kubernetes_wants_them() -> None:
         kinds.add(kind)
         if kind != "ScaledObject":  # KEDA's, of which Kubernetes has no schema.
             kubernetes_validate.validate(made, KUBERNETES_VERSION, strict=True)
-    assert {"Deployment", "StatefulSet", "Service", "PodDisruptionBudget"} < kinds
+    assert {"Deployment", "StatefulSet", "Service", "PodDisruptionBudget", "ConfigMap"} < kinds
 
 
 def test_services_select_pods_and_the_gateway_finds_the_engines(
@@ -197,7 +199,15 @@ def test_the_compose_example_starts_what_there_is(monkeypatch: pytest.MonkeyPatc
     assert isinstance(source, EngineList)
     assert list(source._urls) == engines
     router = found["router"]["command"]
-    assert options.router == f"http://router:{router[-1].removeprefix('--port=')}"
+    ports = {"gateway": options.port, "router": int(router[-1].removeprefix("--port="))}
+    nginx = (COMPOSE / "nginx.conf").read_text()
+    upstreams = re.findall(r"upstream (\w+) { server (\w+):(\d+); }", nginx)
+    assert upstreams == [(name, name, str(port)) for name, port in ports.items()]
+    address = found.pop("address")
+    assert set(address["depends_on"]) == ports.keys()
+    assert address["volumes"] == ["./nginx.conf:/etc/nginx/nginx.conf:ro"]
+    (listens,) = re.findall(r"listen (\d+);", nginx)
+    assert address["ports"] == [f"127.0.0.1:{listens}:{listens}"]
     assert [each for each in router if each.startswith("http")] == engines
     tested = flags_in(ROOT / "benchmark" / "chaos_bench" / "router.py") | flags_of_routers()
     assert {flag for each in router for flag in FLAG.findall(each)} <= tested
@@ -209,3 +219,128 @@ def test_the_compose_example_starts_what_there_is(monkeypatch: pytest.MonkeyPatc
         context = (COMPOSE / service["build"]["context"]).resolve()
         assert context == ROOT
         assert context / service["build"]["dockerfile"] == EXAMPLES / "Dockerfile"
+
+
+def envoy() -> Object:
+    """The configuration of Envoy in the Kubernetes example."""
+    return dict(yaml.safe_load(objects()["ConfigMap", "coserve-address"]["data"]["envoy.yaml"]))
+
+
+def envoys_connections() -> Object:
+    (listener,) = envoy()["static_resources"]["listeners"]
+    ((filters,),) = (chain["filters"] for chain in listener["filter_chains"])
+    return dict(filters["typed_config"])
+
+
+def envoys_routes() -> list[Object]:
+    (clients,) = envoys_connections()["route_config"]["virtual_hosts"]
+    return list(clients["routes"])
+
+
+def test_envoy_knows_the_gateway_and_the_engines() -> None:
+    found, parts = objects(), envoy()["static_resources"]
+    clusters = {}
+    for cluster in parts["clusters"]:
+        assert cluster["load_assignment"]["cluster_name"] == cluster["name"]
+        (endpoints,) = cluster["load_assignment"]["endpoints"]
+        (address,) = (each["endpoint"]["address"] for each in endpoints["lb_endpoints"])
+        assert address["socket_address"]["port_value"] == 30000
+        clusters[cluster["name"]] = address["socket_address"]["address"]
+    assert clusters == {"gateway": "coserve-gateway", "engines": "coserve-engines"}
+    assert all(("Service", name) in found for name in clusters.values())
+    for route in envoys_routes():
+        if "route" in route:
+            assert route["route"]["cluster"] in clusters
+            # The default ends an answer after 15 s.
+            assert route["route"]["timeout"] == "0s"
+    container_of_it = container("Deployment", "coserve-address")
+    (port,) = container_of_it["ports"]
+    (listener,) = parts["listeners"]
+    assert listener["address"]["socket_address"]["port_value"] == port["containerPort"]
+    (mount,) = container_of_it["volumeMounts"]
+    (volume,) = found["Deployment", "coserve-address"]["spec"]["template"]["spec"]["volumes"]
+    assert volume == {"name": mount["name"], "configMap": {"name": "coserve-address"}}
+    assert container_of_it["args"] == ["-c", f"{mount['mountPath']}/envoy.yaml"]
+
+
+def goes_to(path: str, *, in_background: bool = False) -> str | int:
+    """The cluster that Envoy's first matching route names, or the status that it answers."""
+    for route in envoys_routes():
+        match = route["match"]
+        if "safe_regex" in match:
+            is_it = re.fullmatch(match["safe_regex"]["regex"], path) is not None
+        elif "prefix" in match:
+            is_it = path.startswith(match["prefix"])
+        else:
+            is_it = path == match["path"]
+        if is_it and (in_background or "headers" not in match):
+            answer = route.get("direct_response")
+            return int(answer["status"]) if answer else str(route["route"]["cluster"])
+    return 404
+
+
+def test_envoy_sends_each_request_to_who_has_it() -> None:
+    for path in ("files", "files/file-1/content", "uploads/upload_1/parts", "batches/b/cancel"):
+        assert goes_to(f"/v1/{path}") == "gateway"
+    for path in (f"/v1/responses/resp_{0:024x}", f"/v1/responses/resp_{0:024x}/cancel"):
+        assert goes_to(path) == "gateway"
+    assert goes_to("/v1/responses", in_background=True) == "gateway"
+    paths = [path for path in ENGINE_PATHS if path.startswith("/v1/")]
+    for path in (*paths, f"/v1/responses/resp_{0:032x}", "/v1/models", "/v1/filesystem"):
+        assert goes_to(path) == "engines"
+    for path in ("/v1/loads", "/v1/tokenizers/a", "/workers", "/coserve/batches", "/metrics"):
+        assert goes_to(path) == 404
+    for name in ("readiness", "liveness"):
+        probe = container("Deployment", "coserve-address")[f"{name}Probe"]
+        assert goes_to(probe["httpGet"]["path"]) == 200
+
+
+LUA = shutil.which("lua5.1")
+"""The language of LuaJIT, which Envoy has."""
+
+HANDLE = """
+local said = {[":method"] = arg[1], [":path"] = arg[2], ["x-coserve-background"] = "forged"}
+local headers = {
+  get = function(_, name) return said[name] end,
+  add = function(_, name, value) said[name] = value end,
+  remove = function(_, name) said[name] = nil end,
+}
+local text = io.read("*a")
+local body = {
+  length = function() return #text end,
+  getBytes = function(_, from, count) return text:sub(from + 1, from + count) end,
+}
+local was_read = false
+envoy_on_request({
+  headers = function() return headers end,
+  body = function() was_read = true; return #text > 0 and body or nil end,
+})
+print(said["x-coserve-background"], was_read)
+"""
+
+
+@pytest.mark.skipif(LUA is None, reason="needs Debian's package lua5.1")
+@pytest.mark.parametrize(
+    ("request_line", "body", "says"),
+    [
+        ("POST /v1/responses", '{"input": "a", "background": true}', "true true"),
+        ("POST /v1/responses?a=b", '{"background" :\n true}', "true true"),
+        ("POST /v1/responses", '{"background": false}', "nil true"),
+        ("POST /v1/responses", '{"input": "\\"background\\": true"}', "nil true"),
+        ("POST /v1/responses", "", "nil true"),
+        ("POST /v1/chat/completions", '{"background": true}', "nil false"),
+        ("GET /v1/responses", "", "nil false"),
+    ],
+)
+def test_envoy_reads_in_a_body_that_it_is_in_the_background(
+    request_line: str, body: str, says: str, tmp_path: Path
+) -> None:
+    lua = next(
+        each for each in envoys_connections()["http_filters"] if each["name"].endswith("lua")
+    )
+    script = tmp_path / "script.lua"
+    script.write_text(lua["typed_config"]["default_source_code"]["inline_string"] + HANDLE)
+    command = [str(LUA), str(script), *request_line.split()]
+    done = subprocess.run(command, input=body, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == says.split()

@@ -90,18 +90,25 @@ def test_metrics_that_pages_mention_are_exported() -> None:
 
 
 def test_the_fields_of_kv_checkpoints_are_those_of_the_status() -> None:
-    from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+    from sglang_coserve.srt.kv_checkpoint.strategies import Eager
+    from srt.kv_checkpoint.bare_cache import BareEngine
 
-    state = KvCheckpointing(None).state()
-    named = {*state, *state["classes"]["offline"]}
+    engine = BareEngine(Eager(), slots=64, host_slots=64, page_tokens=1)
+    named = {*engine.store.figures()}
     table = names_in_table("kv_checkpoint.md", "## Metrics")
     # An ellipsis stands for what the name before it has.
-    patterns = [name.removeprefix("classes.<class>.").replace("…", "[a-z]+") for name in table]
+    patterns = [name.replace("…", "[a-z]+") for name in table]
     known = {
         pattern: {name for name in named if re.fullmatch(pattern, name)} for pattern in patterns
     }
     assert [pattern for pattern, names in known.items() if not names] == []
-    assert set().union(*known.values()) == named - {"classes"}
+    assert set().union(*known.values()) == named
+
+
+def test_the_fields_of_moved_kv_are_those_of_the_status() -> None:
+    from sglang_coserve.srt.kv_moves.request_moves import COUNTED
+
+    assert names_in_table("kv_checkpoint.md", "## Moved KV") == set(COUNTED)
 
 
 def test_the_fields_of_safepoints_are_those_of_the_status() -> None:

@@ -16,7 +16,8 @@ from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines.line_server import LineServer
-from sglang_coserve.srt.routes.drain import Drain, Health, HealthMiddleware
+from sglang_coserve.srt.monitoring.scheduler_query import ANSWER_KEY
+from sglang_coserve.srt.routes.drain import Drain, Health, HealthMiddleware, Heartbeat
 
 
 def drain_of(opened: list[str], *, is_taken: bool = False) -> tuple[Drain, LineServer, Any]:
@@ -70,6 +71,29 @@ async def test_it_waits_for_requests_no_longer_than_it_is_told() -> None:
     assert drain.state().requests == 0
 
 
+async def test_an_engine_whose_offline_work_has_stopped_hands_lines_back_once() -> None:
+    """The heartbeat of the schedulers brings the error."""
+    drain, lines, _ = drain_of([])
+    await drain.end()
+    health, taken_out = Health(drain=drain), asyncio.Queue[str]()
+    lines.take_out = taken_out.put_nowait  # type: ignore[method-assign]
+    beats = iter([None, "ValueError: no plan", "ValueError: no plan"])
+
+    async def answered(_: object) -> list[Any]:
+        return [SimpleNamespace(internal_state={ANSWER_KEY: next(beats)})]
+
+    manager = SimpleNamespace(
+        auto_create_handle_loop=lambda: None, get_internal_state_communicator=answered
+    )
+    beating = asyncio.create_task(Heartbeat(manager, health.stop_offline).run())
+    why = await asyncio.wait_for(taken_out.get(), 60)
+    with pytest.raises(RuntimeError):  # The script of answers is over.
+        await asyncio.wait_for(beating, 60)
+    assert why.endswith("until its next start: ValueError: no plan")
+    assert health.offline_stopped == why
+    assert taken_out.empty()
+
+
 @pytest.mark.parametrize("has_lines", [True, False])
 def test_an_engine_that_has_ended_refuses_every_request(has_lines: bool) -> None:
     drain, _, manager = drain_of([])
@@ -87,4 +111,4 @@ def test_an_engine_that_has_ended_refuses_every_request(has_lines: bool) -> None
     manager.coserve_has_stopped = True
     answer = client.get("/v1/models")
     assert answer.status_code == 503
-    assert answer.json()["message"] == "the engine has ended"
+    assert answer.json()["error"]["message"] == "the engine has ended"

@@ -191,8 +191,8 @@ CHECKPOINTS = "--kv-checkpoint eager"
         ("deepseek_v3", CHECKPOINTS, f"{CHECKPOINTS} needs a model .*on a GPU only"),
         (
             "gpt_oss",
-            "--disable-radix-cache --offline-policy coserve",
-            "--offline-policy coserve needs the radix cache",
+            "--disable-radix-cache",
+            "co-serving needs the radix cache",
         ),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from sglang_coserve.batch.routes import add_batch_routes
+from sglang_coserve.batch.api import add_batch_routes
 from sglang_coserve.errors import StartupError
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import replicas_info

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,12 @@ import pytest
 from forked_processes import ForkedServers
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.settings_file import Settings
-from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import ConfigError, UnsupportedError
+from sglang_coserve.guard.route_table import leaves
 from sglang_coserve.local_server import free_port
 from sglang_coserve.srt import compat, launch
-from sglang_coserve.srt.compat.versions import NEWEST
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, STRICT_PATHS
 from sglang_coserve.srt.profiling import latency_source
 from sglang_coserve.srt.start_defaults import start_defaults
@@ -63,6 +64,18 @@ def test_the_environment_is_set_before_sglang_is_imported(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.split() == [str(small_model), "False"]
+
+
+def test_an_idle_connection_is_kept_for_longer_than_routers_keep_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "SGLANG_TIMEOUT_KEEP_ALIVE"
+    monkeypatch.setenv(name, "7")
+    start_defaults(None)
+    assert os.environ[name] == "7"
+    monkeypatch.delenv(name)
+    start_defaults(None)
+    assert os.environ[name] == "120"
 
 
 def test_help_shows_sglangs_flags_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +143,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "--tokenizer-worker-num": ("several tokenizer workers", {"tokenizer_worker_num": 2}),
     "--enable-http2": ("HTTP/2", {"enable_http2": True}),
     "--grpc-mode": ("gRPC", {"grpc_mode": True}),
+    "--grpc-port": ("SGLANG_GRPC_PORT", {"grpc_port": 30001}),
     "--use-ray": ("Ray", {"use_ray": True}),
     "--hicache-storage-backend": ("HiCache storage", {"hicache_storage_backend": "file"}),
     "--enable-hisparse": ("sparse attention", {"enable_hisparse": True}),
@@ -139,12 +153,6 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "--schedule-policy": ("--schedule-policy lpm", {"schedule_policy": "lpm"}),
 }
 """What a planning server does not take: part of the message, and the setting."""
-
-LEFT_TO_SGLANG = (
-    *("--prefill-decode-interval", "--min-free-slots-delay"),
-    *("--enable-prefill-delayer", "--enable-dynamic-chunking", "--schedule-policy"),
-)
-"""Refused to plans only."""
 
 
 def server_args(**changes: Any) -> Any:
@@ -168,10 +176,12 @@ def test_an_unsupported_setting_is_refused_with_its_flag_a_reason_and_a_way_out(
     assert reason and instead
 
 
-@pytest.mark.parametrize("flag", LEFT_TO_SGLANG)
-def test_fifo_leaves_to_sglang_what_plans_decide(flag: str) -> None:
-    _, changes = UNSUPPORTED[flag]
-    compat.check_server_args(server_args(**changes), CoserveConfig(offline_policy="fifo"))
+def test_a_limit_on_running_requests_is_refused_where_plans_pause_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "60")
+    with pytest.raises(UnsupportedError, match=r"SGLANG_REQ_RUNNING_TIMEOUT\).*unset the variable"):
+        compat.check_server_args(server_args(), CoserveConfig(offline_policy="coserve"))
 
 
 def test_what_is_refused_is_in_the_table_of_the_documentation() -> None:
@@ -179,10 +189,8 @@ def test_what_is_refused_is_in_the_table_of_the_documentation() -> None:
     assert [flag for flag in UNSUPPORTED if flag not in table] == []
 
 
-def test_a_pipeline_takes_plans_but_no_checkpoints() -> None:
+def test_a_pipeline_takes_plans() -> None:
     compat.check_server_args(server_args(pp_size=2), CoserveConfig(offline_policy="coserve"))
-    with pytest.raises(UnsupportedError, match="--kv-checkpoint with pipeline parallelism"):
-        compat.check_server_args(server_args(pp_size=2), CoserveConfig(kv_checkpoint="eager"))
 
 
 def test_decode_graphs_are_refused_on_a_cpu() -> None:
@@ -250,14 +258,19 @@ def test_a_profile_of_another_model_is_taken_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "profile.json"
-    model = LinearModel.of(HYGEN, iteration_s=0.01)
+    model = PolynomialModel.of(iteration_s=0.01)
     profile = LatencyProfile(model, None, "cpu", "llama", 1, "0.5.23")
     file.write_text(profile.to_json())
     machine: Any = SimpleNamespace(hardware="cpu", model="qwen", tp_size=1, sglang_version="0.5.23")
+    machine.attention_backend = "fa3"
     assert latency_source._load(file, machine) == profile
     (warned,) = caplog.messages
     assert "the profile's model is llama, the server's is qwen" in warned
     assert "profile again" in warned
+    machine.model = "llama"
+    file.write_text(replace(profile, attention_backend="flashinfer").to_json())
+    latency_source._load(file, machine)
+    assert "attention backend is flashinfer, the server's is fa3" in caplog.messages[1]
 
 
 def test_what_a_scheduler_refuses_is_told_without_a_traceback(
@@ -368,61 +381,15 @@ def test_a_model_that_the_hub_or_the_cache_has_goes_on_to_sglang(
     start_defaults("org/model")
 
 
-FOR_OPERATORS = {
-    *("abort_request", "configure_logging", "flush_cache", "freeze_gc", "set_trace_level"),
-    *("pause_generation", "continue_generation", "slow_down", "set_internal_state", "dumper"),
-    *("start_profile", "stop_profile", "weights_checker", "pd_role_switch", "scale_elastic_ep"),
-    *("add_external_corpus", "remove_external_corpus", "open_session", "close_session"),
-    *("load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter"),
-    *("begin_weight_update", "end_weight_update", "update_weight_version", "get_weights_by_name"),
-    *("init_weights_update_group", "destroy_weights_update_group", "update_weights_from_disk"),
-    *("update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_ipc"),
-    *("init_weights_send_group_for_remote_instance", "send_weights_to_remote_instance"),
-    *("release_memory_occupation", "resume_memory_occupation"),
-    *("start_expert_distribution_record", "stop_expert_distribution_record"),
-    *("dump_expert_distribution_record", "hicache", "clear_hicache_storage_backend"),
-}
-"""First parts of the paths of SGLang's routes that change or show the engine's state."""
-
-NOT_FOR_THE_ENGINE = {
-    *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/v1/messages/count_tokens"),
-    *("/parse_function_call", "/separate_reasoning", "/api/show"),
-    "/v1/responses/{response_id}/cancel",
-    "/v1/realtime",  # What a WebSocket brings is online.
-}
-"""What else takes bodies, and sends the scheduler no request that could have a class."""
-
-
-def taking_requests() -> dict[str, Any]:
-    """The routes of SGLang's app that take bodies, or connections, by path."""
-    from sglang.srt.entrypoints.http_server import app
-
-    left, found = list(app.routes), {}
-    while left:
-        route = left.pop()
-        if (router := getattr(route, "original_router", None)) is not None:  # One that is included.
-            left += router.routes
-        elif getattr(route, "methods", None) is None or {"POST", "PUT"} & route.methods:
-            found[route.path] = route
-    return found
-
-
-def test_every_route_that_takes_requests_is_marked_or_named_here() -> None:
-    routes = taking_requests()
-    assert {"/generate", "/v1/completions", "/v1/realtime"} <= routes.keys()
-    others = routes.keys() - MARKED_PATHS - NOT_FOR_THE_ENGINE
-    assert {path for path in others if path.split("/")[1] not in FOR_OPERATORS} == set()
-    if compat.installed_version() == NEWEST:
-        assert routes.keys() >= MARKED_PATHS | NOT_FOR_THE_ENGINE
-
-
 def test_a_route_that_refuses_unknown_fields_is_known_to() -> None:
     """Its marks are taken out."""
-    routes = taking_requests()
+    from sglang.srt.entrypoints.http_server import app
+
+    routes = list(leaves(app.routes))
     strict = {
-        path
-        for path, route in routes.items()
+        route.path
+        for route in routes
         for field in getattr(getattr(route, "dependant", None), "body_params", ())
         if getattr(field.field_info.annotation, "model_config", {}).get("extra") == "forbid"
     }
-    assert strict & MARKED_PATHS == set(STRICT_PATHS) & routes.keys()
+    assert strict & MARKED_PATHS == set(STRICT_PATHS) & {route.path for route in routes}

@@ -20,34 +20,29 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(
-    params=[("coserve", False), ("coserve", True), ("fifo", False)],
-    ids=["planned", "planned-overlap", "fifo"],
-)
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
 def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
-    policy, overlap = request.param
-    coserve = RELAXED if policy == "coserve" else {"offline_policy": "fifo", "slo_ttft_ms": 6e4}
-    return start_engine(overlap=overlap, page_size=1, coserve=coserve, **SETTINGS)
+    return start_engine(overlap=request.param, page_size=1, coserve=RELAXED, **SETTINGS)
 
 
 def known_rids(engine: ScriptedEngine) -> set[str]:
     """What any of the parts still knows of requests."""
     parts = engine.scheduler.parts
-    rids = {live.req.rid for live in parts.ledger} | parts.checkpointing._meter._computed_to.keys()
-    if (core := parts.admission.core) is not None:
-        rids |= {f"queued-{number}" for number in range(len(core.queue) + core.queue.num_running)}
-    rids |= {f"watched-{number}" for number in range(len(parts.admission.interference))}
+    rids = {live.req.rid for live in parts.ledger} | parts.status._recompute._computed_to.keys()
+    core = parts.admission.core
+    rids |= {f"queued-{number}" for number in range(len(core.queue) + core.queue.num_running)}
+    rids |= {f"watched-{number}" for number in range(len(core.interference))}
     return rids
 
 
 def num_judged(engine: ScriptedEngine) -> int:
-    interference = engine.scheduler.parts.admission.interference
+    interference = engine.scheduler.parts.admission.core.interference
     return int(interference.monitor.report(time.perf_counter()).requests)
 
 
 def num_missed(engine: ScriptedEngine) -> int:
     """Online requests that count as misses."""
-    report = engine.scheduler.parts.admission.interference.monitor.report(time.perf_counter())
+    report = engine.scheduler.parts.admission.core.interference.monitor.report(time.perf_counter())
     return 0 if report.attainment is None else round((1 - report.attainment) * report.requests)
 
 
@@ -184,28 +179,13 @@ def test_a_request_for_which_no_memory_is_left_is_forgotten(engine: EngineProces
 
 
 def run_grammar_beside_offered(engine: ScriptedEngine) -> int:
-    """Let an online request's grammar be ready when more is offered than may be queued, as it is
-    where nothing is planned."""
-    most_offered, view = 0, engine.scheduler.parts.view
-    offer = view.offer
-
-    def note_and_offer(reqs: Any, offered: Any) -> None:
-        nonlocal most_offered
-        most_offered = max(most_offered, len(offered))
-        offer(reqs, offered)
-
+    """Let an online request's grammar be ready while many offline requests wait."""
     offline = [
         engine.request(f"off{i}", scenarios.prompt(i, 50), 60, offline=True) for i in range(30)
     ]
     online = engine.request("on", scenarios.prompt(90, 20), 4, json_schema='{"type": "object"}')
-    view.offer = note_and_offer
-    try:
-        engine.run([*offline, online])
-    finally:
-        view.offer = offer
+    engine.run([*offline, online])
     assert_all_noticed(engine)
-    if engine.scheduler.parts.admission.core is None:
-        assert most_offered > SETTINGS["max_queued_requests"]
     return len(engine.output("on"))
 
 

@@ -109,3 +109,18 @@ class NoCacheLedger(RequestLedger):
 
     def match_prefix(self, req: Any) -> int:
         return 0
+
+
+def test_an_abort_looks_at_no_other_request_that_waits(
+    queue: list[Any], looks: Counter[str]
+) -> None:
+    scheduler = SimpleNamespace(waiting_queue=queue)
+    view, req = EngineView(scheduler), queue[3000]
+    with view.showing_only(req):
+        assert scheduler.waiting_queue == [req]
+        scheduler.waiting_queue = []
+    assert len(view.waiting) == _MANY - 1
+    with view.showing_only(req):
+        assert not scheduler.waiting_queue
+    assert len(view.waiting) == _MANY - 1
+    assert not looks

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.fleet.online_requests import ONLINE_PATHS
 from sglang_coserve.guard.bodies import RequestGateMiddleware
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIERS, class_of_body
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, MarksMiddleware
@@ -57,6 +56,7 @@ def call(
     chunk_bytes: int = 7,
     headers: Sequence[tuple[bytes, bytes]] = (),
     root_path: str = "",
+    below: float | None = None,
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
     """Run one request through the middleware; return status, body and headers."""
     chunks = [body[i : i + chunk_bytes] for i in range(0, len(body), chunk_bytes)] or [b""]
@@ -76,17 +76,13 @@ def call(
         "headers": [(b"content-length", str(len(body)).encode()), *headers],
     }
     names = CoserveConfig().offline_objectives
-    middleware = RequestGateMiddleware(MarksMiddleware(app, names))
+    middleware = RequestGateMiddleware(MarksMiddleware(app, names, below))
     asyncio.run(middleware(scope, receive, send))
     received = b"".join(m["body"] for m in sent if m["type"] == "http.response.body")
     return sent[0]["status"], received, dict(sent[0]["headers"])
 
 
 FLEX = json.dumps({"service_tier": "flex", "messages": []}).encode()
-
-
-def test_a_gateway_passes_on_every_request_that_may_be_marked() -> None:
-    assert set(ONLINE_PATHS) >= MARKED_PATHS
 
 
 @pytest.mark.parametrize("path", sorted(MARKED_PATHS))
@@ -113,6 +109,53 @@ def test_a_response_in_the_background_names_its_tier_itself(
     _, answer, answered = call(app, body, path="/v1/responses", headers=headers)
     assert answer == said
     assert answered[b"x-coserve-class"] == b"offline"
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "request_class"),
+    [
+        ({"x-smg-priority": "bulk"}, {}, "offline"),
+        ({"x-smg-priority": " Bulk"}, {"service_tier": "default"}, "offline"),
+        ({"x-smg-priority": "interactive"}, {"service_tier": "flex"}, "offline"),
+        ({"x-smg-priority": "default"}, {}, None),
+        (
+            {"x-smg-priority": "bulk", "x-llm-d-inference-objective": "chat"},
+            {"service_tier": "flex"},
+            "online",
+        ),
+        ({"x-dynamo-request-priority": "-1"}, {"priority": 5}, "offline"),
+        ({"x-dynamo-request-priority": "-1"}, {"service_tier": "default"}, "offline"),
+        ({"x-dynamo-request-priority": "2"}, {"priority": 0}, None),
+        ({"x-dynamo-request-priority": "2"}, {"service_tier": "flex"}, "offline"),
+        ({"x-dynamo-request-strict-priority": "0"}, {}, None),
+        ({}, {"priority": 0}, "offline"),
+        ({}, {"priority": 1}, None),
+        ({}, {"priority": True}, None),
+        ({}, {"priority": 0, "service_tier": "default"}, "online"),
+        ({}, {"nvext": {"agent_hints": {"priority": 0}}, "priority": 3}, "offline"),
+        ({}, {"nvext": {"agent_hints": {"priority": 3}}, "priority": 0}, None),
+        ({}, {"nvext": []}, None),
+    ],
+)
+def test_priorities_of_neighbours(
+    headers: dict[str, str], fields: dict[str, Any], request_class: str | None
+) -> None:
+    app = Inner("application/json", [b"{}"])
+    sent = [(name.encode(), value.encode()) for name, value in headers.items()]
+    body = json.dumps(fields).encode()
+    status, _, answered = call(app, body, path="/generate", headers=sent, below=1)
+    assert (status, app.body) == (200, body)
+    assert answered.get(b"x-coserve-class") == (request_class and request_class.encode())
+    if not headers and "service_tier" not in fields:  # Numbers name no class by themselves.
+        _, _, answered = call(Inner("application/json", [b"{}"]), body, path="/generate")
+        assert b"x-coserve-class" not in answered
+
+
+def test_a_priority_that_is_no_number_is_refused() -> None:
+    sent = [(b"x-dynamo-request-priority", b"high")]
+    app = Inner("application/json", [b"{}"])
+    status, body, _ = call(app, b"{}", path="/generate", headers=sent, below=1)
+    assert status == 400 and b"use a number" in body
 
 
 def test_an_error_of_the_route_passes_unchanged() -> None:
@@ -270,15 +313,10 @@ def test_a_class_of_a_gateway_wins_over_all_that_a_client_says(
 
 
 def test_a_gateway_need_not_know_what_the_server_ignores() -> None:
-    headers = [(b"x-slo-ttft-ms", b"250"), (TTL, b"90s")]
-    for config, body in (
-        (CoserveConfig(offline_policy="non_preemptive"), b'{"a": 1}'),
-        (CoserveConfig(offline_policy="fifo"), FLEX),
-    ):
-        app = Inner("application/json", [b"{}"])
-        app.config = config
-        assert call(app, body, headers=headers)[0] == 200
-        assert not {"coserve_slo_ttft_ms", "coserve_deadline_s"} & (app.sent_params or {}).keys()
+    app = Inner("application/json", [b"{}"])
+    app.config = CoserveConfig(offline_policy="non_preemptive")
+    assert call(app, b'{"a": 1}', headers=[(b"x-slo-ttft-ms", b"250")])[0] == 200
+    assert "coserve_slo_ttft_ms" not in (app.sent_params or {})
 
 
 @pytest.mark.parametrize("ttl", [b"", b"90", b"s", b"-1s", b"0s", b"1 m", b"1d", b"9" * 80 + b"s"])
@@ -315,7 +353,7 @@ def test_a_header_that_cannot_be_read_is_a_bad_request(
 ) -> None:
     status, answer, _ = call(Inner("application/json", [b"{}"]), b"{}", headers=[(name, value)])
     assert status == 400
-    assert told in json.loads(answer)["message"]
+    assert told in json.loads(answer)["error"]["message"]
 
 
 # --- Bodies -------------------------------------------------------------------------------

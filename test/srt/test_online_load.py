@@ -93,7 +93,7 @@ def snapshot(monkeypatch: pytest.MonkeyPatch) -> bytes:
         kv_tokens=1000,
         online_kv_tokens=200,
         reclaimable_kv_tokens=650,
-        reclaim_s=None,
+        reclaim_s=0.0,
         headroom_tokens_per_s=1.5,
         max_lines=2,
     )

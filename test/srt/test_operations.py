@@ -58,7 +58,9 @@ def test_health_is_that_of_the_schedulers(server: LocalServer) -> None:
     os.kill(scheduler.pid, signal.SIGSTOP)
     try:
         eventually(lambda: status() == 503)
-        assert "have not answered" in httpx.get(f"{server.base_url}/health").json()["message"]
+        assert (
+            "have not answered" in httpx.get(f"{server.base_url}/health").json()["error"]["message"]
+        )
     finally:
         os.kill(scheduler.pid, signal.SIGCONT)
     eventually(lambda: status() == 200)

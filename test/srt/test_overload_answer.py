@@ -69,7 +69,7 @@ def answered(
 
 def assert_refused(start: dict[str, Any], body: dict[str, Any]) -> None:
     assert (start["status"], dict(start["headers"])[b"retry-after"]) == (503, b"1")
-    assert json.loads(body["body"])["message"] == MESSAGE
+    assert json.loads(body["body"])["error"]["message"] == MESSAGE
 
 
 @pytest.mark.parametrize("header", [STREAM, LINES])

@@ -19,23 +19,16 @@ from srt.scripted_engine import Spec
 
 TIMEOUT_S = 120
 MOST_ROUNDS = 5
-POLICIES = {
-    "fifo": {},
-    # A target that no step keeps beside online requests: offline ones are set aside.
-    "coserve": {"slo_ttft_ms": 1000, "slo_tpot_ms": 0.01, "startup_profile_seconds": 1.0},
-}
+TARGETS = {"slo_ttft_ms": 1000, "slo_tpot_ms": 0.01, "startup_profile_seconds": 1.0}
+"""No step keeps them beside online requests: offline ones are set aside."""
 
 
 def started(
-    model: Path, policy: str, recording: Path | None = None, **settings: Any
+    model: Path, recording: Path | None = None, **settings: Any
 ) -> AbstractContextManager[Any]:
     return own_engine(
         model,
-        {
-            "offline_policy": policy,
-            "record_plans": None if recording is None else str(recording),
-            **POLICIES[policy],
-        },
+        {"record_plans": None if recording is None else str(recording), **TARGETS},
         pp_size=2,
         max_total_tokens=KV_POOL_TOKENS,
         chunked_prefill_size=128,
@@ -44,15 +37,11 @@ def started(
     )
 
 
-@pytest.fixture(scope="module", params=POLICIES)
-def engine(
-    request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
-    recording = None
-    if request.param != "fifo":
-        recording = tmp_path_factory.mktemp("recording") / "plans.jsonl"
-    with started(small_model, request.param, recording) as running:
-        running.policy, running.recording = request.param, recording
+@pytest.fixture(scope="module")
+def engine(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    recording = tmp_path_factory.mktemp("recording") / "plans.jsonl"
+    with started(small_model, recording) as running:
+        running.recording = recording
         yield running
 
 
@@ -95,7 +84,7 @@ def serve(engine: Any, requests: Sequence[Spec]) -> dict[str, list[int]]:
 
 def test_outputs_are_those_of_one_stage(engine: Any, reference_outputs: Reference) -> None:
     """When online requests come is up to the machine: it is tried until requests gave way."""
-    wanted = ("retracted", "paused") if engine.policy == "coserve" else ("retracted",)
+    wanted = ("retracted", "paused")
     for seed in range(MOST_ROUNDS):
         requests = [(f"{seed}-{rid}", *rest) for rid, *rest in specs(seed)]
         assert serve(engine, requests) == reference_outputs(requests)
@@ -126,28 +115,28 @@ def test_aborted_requests_leave_nothing(engine: Any) -> None:
     assert is_flushed(engine), "something is left behind"
     short = ("after", [11, 12, 13], 4, True)
     assert len(engine.loop.run_until_complete(generate(engine, short))["output_ids"]) == 4
-    if engine.recording is not None:
-        assert_plans_see_both_micro_batches_and_replay_to_the_same(engine)
+    assert_plans_see_both_micro_batches_and_replay_to_the_same(engine)
 
 
 def assert_plans_see_both_micro_batches_and_replay_to_the_same(engine: Any) -> None:
     now = state(engine)
     assert now["safepoints"] == {"enabled": False, "reason": "pipeline parallelism"}
     assert now["prediction"]["mape"] is not None
-    lines = engine.recording.read_text(encoding="utf-8").splitlines(keepends=True)
-    setup, read = read_recording(lines, "plans.jsonl")
-    events = list(read)
-    replays = list(replay(events, setup.make()))
+    with engine.recording.open("rb") as lines:
+        setup, read = read_recording(lines, "plans.jsonl")
+        steps = list(read)
+    replays = list(replay(steps, setup.make()))
     assert [plan.index for plan in replays if plan.differences] == []
     assert any(plan.snapshot.elsewhere for plan in replays)
-    results = [event.result for event in events if isinstance(event, Updated)]
+    calls = [call for step in steps for call in step.calls]
+    results = [call.result for call in calls if isinstance(call, Updated)]
     assert all(len(result.overlapping) == 2 for result in results if not result.batch.is_empty)
     assert any(result.concurrency == 2 for result in results)
 
 
 @pytest.mark.heavy
 def test_two_stages_of_two_ranks(small_model: Path, reference_outputs: Reference) -> None:
-    with started(small_model, "coserve", tp_size=2) as engine:
+    with started(small_model, tp_size=2) as engine:
         requests = specs(3)
         assert serve(engine, requests) == reference_outputs(requests)
         assert is_flushed(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,67 @@ def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
     engine.run(script)
     engine.assert_nothing_leaked()
     return seen
+
+
+def run_abort_while_paused(engine: ScriptedEngine, spec: Spec, then: Spec | None) -> list[int]:
+    """Pause an offline request beside a stream for good, and abort it.
+
+    Returns the passes from its abort to its end, and the tokens computed for it after the abort.
+    """
+    parts = engine.scheduler.parts
+    plan = parts.admission.core.plan
+    stream: Spec = ("on", scenarios.prompt(80, 20), 120, False)
+    state: dict[str, int] = {}
+    engine.reqs.clear()
+
+    def streams() -> bool:
+        req = engine.reqs.get("on")
+        return req is not None and len(req.output_ids) > 3 and not req.finished()
+
+    def pausing(*args: Any, **named: Any) -> Any:
+        made = plan(*args, **named)
+        running = {req.rid for req in engine.scheduler.running_batch.reqs}
+        if not streams():
+            return made
+        return replace(made, resume=(), pause=(spec[0],) if spec[0] in running else ())
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request(*spec)]
+        if iteration == 12:
+            return [engine.request(*stream)]
+        paused = {req.rid for req in parts.view.paused_requests.paused}
+        if "aborted" not in state and spec[0] in paused:
+            state["aborted"] = iteration
+            state["passes"] = len(engine.iterations)
+            return [engine.abort(spec[0]), *([engine.request(*then)] if then else [])]
+        if "aborted" in state and "gone" not in state and spec[0] not in parts.ledger:
+            state["gone"] = iteration
+        if "on" in engine.reqs and engine.reqs["on"].finished():
+            raise StopIteration
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts.admission.core, "plan", pausing)
+        engine.run(script)
+    engine.assert_nothing_leaked()
+    after = engine.iterations[state["passes"] + 1 :]
+    return [state["gone"] - state["aborted"], sum(spec[0] in one.rids for one in after)]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize("tokens", [300, 700], ids=["alone", "retracted for memory"])
+def test_an_aborted_request_that_is_paused_ends_at_once(
+    start_engine: Any, overlap: bool, tokens: int
+) -> None:
+    process = start_engine(
+        overlap=overlap, page_size=16, coserve={**LOOSE, "safepoint_interval": 0}
+    )
+    spec: Spec = ("off", scenarios.prompt(1, 300), 100, True)
+    then: Spec | None = ("large", scenarios.prompt(2, tokens), 4, False) if tokens > 300 else None
+    passes, computed = process.call(run_abort_while_paused, spec, then)
+    assert passes <= 2
+    assert computed == 0
 
 
 def run_names_used_again(engine: ScriptedEngine, offline: bool) -> list[tuple[bool, list[int]]]:
@@ -196,3 +258,40 @@ def test_an_offline_request_with_a_deadline_goes_first(start_engine: Any, policy
     admitted = start_engine(coserve=one_at_a_time).call(run_one_at_a_time_with_a_deadline)
     assert sorted(admitted) == ["off0", "off1", "off2", "off3"]
     assert admitted[0] == "off3"
+
+
+def run_priorities(engine: ScriptedEngine, large: bool) -> tuple[int, list[int]]:
+    """An online request of a high priority comes behind 20 others, with offline work there.
+
+    Returns how many of the others begin before it, and its output tokens.
+    """
+    others = [
+        engine.request(f"on{number}", scenarios.prompt(number, 100), 30) for number in range(20)
+    ]
+    for request in others:
+        request.priority = 0
+    urgent = engine.request("urgent", scenarios.prompt(90, 700 if large else 100), 3)
+    urgent.priority = 100
+    offline = engine.request("off", scenarios.prompt(91, 300), 30, True)
+    passes = engine.run({0: [*others, offline], 8: [urgent]})
+    engine.assert_nothing_leaked()
+    order = list(
+        dict.fromkeys(rid for one in passes for rid in one.rids if rid.startswith(("on", "u")))
+    )
+    return order.index("urgent"), engine.output("urgent")
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["fits", "displaces others"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+def test_priorities_of_online_requests_are_kept_beside_offline_work(
+    start_engine: Any, overlap: bool, large: bool
+) -> None:
+    process = start_engine(
+        overlap=overlap,
+        coserve={**PLANNED, "slo_ttft_ms": 1000.0},
+        enable_priority_scheduling=True,
+        max_running_requests=16,
+    )
+    begun, output = process.call(run_priorities, large)
+    assert begun <= 12
+    assert len(output) == 3

@@ -21,6 +21,12 @@ END_TIMEOUT_S = 40
 """Less than the 65 s for which SGLang writes down a GPU's memory, were there one."""
 
 
+def flags_for(model: Path) -> list[str]:
+    """Flags of a server that starts soon."""
+    settings = ("--dtype", "float32", "--startup-profile-seconds", "0")
+    return ["--model-path", str(model), *settings]
+
+
 @pytest.mark.parametrize(
     # The chaos test does the other, and waits for the same end.
     "name",
@@ -29,8 +35,7 @@ END_TIMEOUT_S = 40
 def test_the_server_ends_with_any_of_its_processes(
     small_model: Path, tmp_path: Path, name: str
 ) -> None:
-    flags = ["--model-path", str(small_model), "--dtype", "float32", "--offline-policy", "fifo"]
-    with LocalServer(flags, log_path=tmp_path / "server.log") as server:
+    with LocalServer(flags_for(small_model), log_path=tmp_path / "server.log") as server:
         leader = psutil.Process(server.pid)
         children = leader.children(recursive=True)
         (lost,) = engine_processes(server, name)
@@ -48,9 +53,8 @@ class TerminalServer(LocalServer):
 @pytest.mark.heavy
 def test_ctrl_c_in_a_terminal_ends_it_in_order(small_model: Path, tmp_path: Path) -> None:
     """It reaches all processes of the server at once."""
-    flags = ["--model-path", str(small_model), "--dtype", "float32", "--offline-policy", "fifo"]
     log = tmp_path / "server.log"
-    with TerminalServer(flags, log_path=log) as server:
+    with TerminalServer(flags_for(small_model), log_path=log) as server:
         os.killpg(server.pid, signal.SIGINT)
         assert server.wait(END_TIMEOUT_S) == 130, log.read_text()[-2000:]
     said = log.read_text()
@@ -61,9 +65,8 @@ def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(
     small_model: Path, tmp_path: Path
 ) -> None:
     """They come over connections that are open, as a router keeps them."""
-    flags = ["--model-path", str(small_model), "--dtype", "float32", "--offline-policy", "fifo"]
     body = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
-    with LocalServer(flags, log_path=tmp_path / "server.log") as server:
+    with LocalServer(flags_for(small_model), log_path=tmp_path / "server.log") as server:
         (scheduler,) = engine_processes(server, "scheduler")
         clients = [
             httpx.Client(base_url=server.base_url, timeout=END_TIMEOUT_S, trust_env=False)

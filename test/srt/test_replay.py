@@ -12,26 +12,27 @@ import pytest
 from msgspec.structs import replace as changed
 from typer.testing import CliRunner, Result
 
-from core.scheduler.scenarios import MODEL, queued
+from core.scheduler.scenarios import MODEL, NO_CACHE, queued, snapshot
 from sglang_coserve.cli import app
 from sglang_coserve.config import OFFLINE_POLICIES
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.step import Bound
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.recording.calls import (
     Arrived,
-    Event,
     Finished,
     OfflineAdded,
     Planned,
+    RecordedStep,
     SchedulerSetup,
     Started,
     Updated,
     replay,
 )
-from sglang_coserve.recording.file import EventEncoder, encode_setup, read_recording
+from sglang_coserve.recording.file import encode_setup, encode_step, read_recording
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
@@ -49,10 +50,10 @@ SETUP = SchedulerSetup(
 )
 
 
-def read(path: Path) -> tuple[SchedulerSetup, list[Event]]:
-    with path.open(encoding="ascii") as lines:
-        setup, events = read_recording(lines, str(path))
-        return setup, list(events)
+def read(path: Path) -> tuple[SchedulerSetup, list[RecordedStep]]:
+    with path.open("rb") as lines:
+        setup, steps = read_recording(lines, str(path))
+        return setup, list(steps)
 
 
 # --- On the engine ------------------------------------------------------------------------
@@ -66,33 +67,31 @@ def mixed_load() -> list[Spec]:
 
 
 def assert_replays(path: Path, policy: str) -> None:
-    setup, events = read(path)
+    setup, steps = read(path)
     assert setup.policy == policy
     assert setup.slos == SETUP.slos
-    kinds = {type(event) for event in events}
-    assert kinds >= {Arrived, OfflineAdded, Planned, Started, Updated, Finished}
-    assert_each_step_has_a_result(events)
-    replays = list(replay(events, setup.make()))
+    kinds = {type(call) for step in steps for call in step.calls}
+    assert kinds >= {Arrived, OfflineAdded, Started, Updated, Finished}
+    assert_each_step_has_a_result(steps)
+    replays = list(replay(steps, setup.make()))
     assert len(replays) > 200
     assert [plan.index for plan in replays if plan.differences] == []
 
 
-def assert_each_step_has_a_result(events: list[Event]) -> None:
+def assert_each_step_has_a_result(steps: list[RecordedStep]) -> None:
     """One each, in order, that tells of no more than was admitted."""
     admitted: dict[int, Started] = {}
-    step, done = -1, []
-    for event in events:
-        if isinstance(event, Planned):
-            step = event.plan.step
-        elif isinstance(event, Started):
-            admitted[step] = event
-        elif isinstance(event, Updated):
-            result = event.result
-            if result.step is None:
-                continue
-            done.append(result.step)
-            assert set(result.chunks) <= set(admitted[result.step].chunks)
-            assert result.dropped or result.batch.prefill_requests == len(result.chunks)
+    planned, done = -1, []
+    for step in steps:
+        for call in step.calls:
+            if isinstance(call, Started):
+                admitted[planned] = call
+            elif isinstance(call, Updated) and (result := call.result).step is not None:
+                done.append(result.step)
+                assert set(result.chunks) <= set(admitted[result.step].chunks)
+                assert result.dropped or result.batch.prefill_requests == len(result.chunks)
+        if step.planned is not None:
+            planned = step.planned.plan.step
     assert done == list(range(len(done)))
     # The last one or two may have ended with the run.
     assert len(admitted) - len(done) <= 2
@@ -113,7 +112,7 @@ def run_recorded(
     scenarios.run_mixed(engine, specs, 6)
 
 
-@pytest.mark.parametrize("policy", [name for name in OFFLINE_POLICIES if name != "fifo"])
+@pytest.mark.parametrize("policy", OFFLINE_POLICIES)
 def test_every_policy_replays_to_the_same_plans(
     start_engine: Any, tmp_path: Path, policy: str
 ) -> None:
@@ -144,28 +143,32 @@ def test_a_prefill_that_the_cache_made_longer_is_told_as_long_as_it_is(
     path = tmp_path / "plans.jsonl"
     process.call(run_with_a_shrinking_cache, SETUP, path, mixed_load())
     assert_replays(path, "coserve")
-    _, events = read(path)
-    started = {chunk for event in events if isinstance(event, Started) for chunk in event.chunks}
-    planned = {c for event in events if isinstance(event, Planned) for c in event.plan.prefills}
-    assert started - planned
+    _, steps = read(path)
+    starts = [call for step in steps for call in step.calls if isinstance(call, Started)]
+    planned = {chunk for step in steps if step.planned for chunk in step.planned.plan.prefills}
+    assert {chunk for start in starts for chunk in start.chunks} - planned
 
 
 # --- The file -----------------------------------------------------------------------------
 
 
 def add_some(path: Path, count: int, **settings: Any) -> int:
-    """Record ``count`` arrivals; return how many the scheduler has afterwards."""
+    """Record ``count`` steps, each with an arrival; return how many requests wait afterwards."""
     scheduler = recorded(SETUP, path, **settings)
     for number in range(count):
         scheduler.add_offline(queued(50, rid=f"q{number}"))
+        scheduler.plan(snapshot(), NO_CACHE)
     return len(scheduler.queue)
 
 
-def test_what_was_recorded_is_in_the_file_at_once(tmp_path: Path) -> None:
+def test_a_plan_is_in_the_file_at_once(tmp_path: Path) -> None:
     path = tmp_path / "plans.jsonl"
     scheduler = recorded(SETUP, path)
     scheduler.add_offline(queued(50, rid="q"))
-    assert read(path) == (SETUP, [OfflineAdded(queued(50, rid="q"))])
+    plan = scheduler.plan(snapshot(), NO_CACHE)
+    calls = (OfflineAdded(queued(50, rid="q")),)
+    assert read(path) == (SETUP, [RecordedStep(calls, Planned(snapshot(), {"q": 0}, plan))])
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_an_earlier_recording_is_kept(tmp_path: Path) -> None:
@@ -180,12 +183,13 @@ def test_an_earlier_recording_is_kept(tmp_path: Path) -> None:
 def test_a_full_recording_ends_with_a_whole_line_and_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "plans.jsonl"
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "plans.jsonl"
+    assert add_some(whole, 50) == 50
+    lines = whole.read_bytes().splitlines(keepends=True)
+    kept = b"".join(lines[:10])
     with caplog.at_level(logging.WARNING):
-        assert add_some(path, 50, max_bytes=4000) == 50
-    assert 3500 < path.stat().st_size <= 4000
-    _, events = read(path)
-    assert [event.request.rid for event in events] == [f"q{i}" for i in range(len(events))]
+        assert add_some(path, 50, max_bytes=len(kept) + len(lines[10]) - 1) == 50
+    assert path.read_bytes() == kept
     (warning,) = caplog.messages
     assert (
         warning == f"--record-plans {path}: it has reached its greatest length: recording ends here"
@@ -209,7 +213,7 @@ def test_a_file_that_cannot_be_opened_is_refused_at_the_start(tmp_path: Path) ->
 # --- The command --------------------------------------------------------------------------
 
 
-def busy_recording(path: Path) -> list[Event]:
+def busy_recording(path: Path) -> list[RecordedStep]:
     """Random arrivals of both classes on a small engine."""
     rng = random.Random(1)
     requests = [
@@ -233,7 +237,7 @@ def run(*arguments: object) -> Result:
 
 def test_the_same_policy_decides_the_same(tmp_path: Path) -> None:
     path = tmp_path / "plans.jsonl"
-    num_plans = sum(isinstance(event, Planned) for event in busy_recording(path))
+    num_plans = sum(step.planned is not None for step in busy_recording(path))
     result = run(path)
     first, last = result.output.splitlines()
     assert first == "recorded: coserve, ttft p99 <= 300ms, tpot p99 <= 30ms; small on cpu"
@@ -244,37 +248,45 @@ def test_the_same_policy_decides_the_same(tmp_path: Path) -> None:
 
 def test_a_plan_that_differs_is_shown_and_exits_with_1(tmp_path: Path) -> None:
     path = tmp_path / "plans.jsonl"
-    events = busy_recording(path)
-    index = max(i for i, e in enumerate(events) if isinstance(e, Planned) and e.plan.prefills)
-    event = events[index]
-    (first, *others) = event.plan.prefills
+    steps = busy_recording(path)
+    index = max(i for i, step in enumerate(steps) if step.planned and step.planned.plan.prefills)
+    step = steps[index]
+    assert step.planned is not None
+    plan = step.planned.plan
+    (first, *others) = plan.prefills
     prefills = (first._replace(tokens=first.tokens + 1), *others)
-    events[index] = changed(event, plan=replace(event.plan, prefills=prefills))
-    started = next(i for i, e in enumerate(events) if isinstance(e, Started) and i > index)
-    events[started] = Started(prefills)
-    encoder = EventEncoder()
-    path.write_text(encode_setup(SETUP) + "".join(map(encoder.encode, events)))
+    other = changed(step.planned, plan=replace(plan, prefills=prefills, bound_by=Bound.KV))
+    steps[index] = changed(step, planned=other)
+    (started, *calls) = steps[index + 1].calls
+    assert isinstance(started, Started)
+    steps[index + 1] = changed(steps[index + 1], calls=(Started(prefills), *calls))
+    path.write_bytes(encode_setup(SETUP) + b"".join(map(encode_step, steps)))
 
     result = run(path)
     assert result.exit_code == 1
-    place = sum(isinstance(event, Planned) for event in events[:index])
-    head, was, now = result.output.splitlines()[1:4]
-    assert head == f"#{place} at {event.snapshot.now_s:.6f} s: prefills differ"
-    assert f"prefill {first.rid}:{first.tokens + 1}" in was
-    assert f"prefill {first.rid}:{first.tokens}" in now
+    place = sum(step.planned is not None for step in steps[:index])
+    head, chunks, bound = result.output.splitlines()[1:4]
+    assert head == f"#{place} at {step.planned.snapshot.now_s:.6f} s: prefills, bound_by differ"
+    assert bound == f"  bound_by: recorded kv, replayed {plan.bound_by.value}"
+    before, after = chunks.split(", replayed ")
+    assert before.startswith(f"  prefills: recorded {first.rid}:{first.tokens + 1}")
+    assert after.startswith(f"{first.rid}:{first.tokens}")
     assert "plans, 1 differ" in result.output
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [
         (None, "cannot be read: No such file"),
-        (encode_setup(SETUP) + "\xff\n", ":2: not valid JSON"),
+        (encode_setup(SETUP) + b"\xff\n", ":2: not valid JSON"),
+        (encode_setup(SETUP) + b'{"calls":["\xff"]}\n', ":2: "),
     ],
 )
-def test_what_cannot_be_replayed_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+def test_a_file_that_cannot_be_replayed_is_named(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     path = tmp_path / "plans.jsonl"
-    if text is not None:
-        path.write_text(text, encoding="latin-1")
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(InputFileError, match=message):
         run(path)

@@ -346,14 +346,13 @@ def test_decodes_and_prefills_take_turns_where_sglang_cannot_mix_them(start: Sta
     assert max(after - before for before, after in pairwise(passes["on"])) <= 2
 
 
-@pytest.mark.parametrize("coserve", [LOOSE, {"offline_policy": "fifo"}], ids=["planned", "fifo"])
 def test_an_online_request_does_not_wait_for_the_adapters_of_offline_requests(
-    start: Start, from_stock: Any, coserve: dict[str, Any]
+    start: Start, from_stock: Any
 ) -> None:
     kinds = ("plain", "poet", "clerk")
     asks = [Ask(kind, kind, scenarios.prompt(i, 30), 150, True) for i, kind in enumerate(kinds)]
     asks.append(Ask("on", "pilot", scenarios.prompt(9, 30), 20, False))
-    engine = start(max_total_tokens=8192, coserve=coserve)
+    engine = start(max_total_tokens=8192, coserve=LOOSE)
     results, passes, counts = engine.call(run_script, asks, [0, 0, 0, 10])
     assert_same(results, from_stock(asks))
     assert passes["on"][0] <= 11

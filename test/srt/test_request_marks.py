@@ -68,27 +68,9 @@ def test_a_bad_time_is_refused_with_what_to_use(
         check_marks({key: value, **others})
 
 
-BAD_KV = ["x", 1, [], ["a"], ["a", 1, 1], [1, "a"], ["é", 16], ["a", 0], ["a", -16], ["a", 10**40]]
-BAD_KV += [["a", 16.0], {"name": "a", "tokens": 16}]
-
-
-@pytest.mark.parametrize("value", BAD_KV, ids=str)
-def test_kv_that_no_gateway_has_named_is_refused(value: Any) -> None:
-    check_marks({"coserve_kv": ["a", 16]})
-    with pytest.raises(RequestError, match="coserve_kv is set by a gateway only"):
-        check_marks({"coserve_kv": value})
-
-
 def test_an_online_request_has_no_deadline() -> None:
     with pytest.raises(RequestError, match="coserve_deadline_s is for offline requests"):
         check_marks({"coserve_deadline_s": 60})
-
-
-def test_a_deadline_is_refused_where_it_would_not_be_kept() -> None:
-    marks = {"coserve_class": "offline", "coserve_deadline_s": 60}
-    assert with_client_marks(marks, CoserveConfig()) == marks
-    with pytest.raises(RequestError, match="fifo serves offline requests in order of arrival"):
-        with_client_marks(marks, CoserveConfig(offline_policy="fifo"))
 
 
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("offline")

@@ -273,10 +273,12 @@ def run_stop_tokens_outside(engine: ScriptedEngine) -> str:
     requests = [engine.request(rid, [5, 6, 7], 12) for rid in ("stops", "lasts")]
     requests[0].sampling_params.stop_token_ids = {10**6}
     requests[1].sampling_params.min_new_tokens = 4
-    from sglang_coserve.guard.engine_limits import check_values
+    from sglang_coserve.guard.engine_limits import ModelLimits, check_values
 
+    config = engine.scheduler.model_config
+    model = ModelLimits(config.vocab_size, config.hidden_size, config.context_len)
     for request in requests:
-        check_values(request, engine.scheduler.model_config.vocab_size, None)
+        check_values(request, model, None)
     engine.run(requests)
     engine.assert_nothing_leaked()
     ends = {engine.reqs[request.rid].finished_reason.to_json()["type"] for request in requests}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,6 +13,8 @@ from fastapi import FastAPI, Form, Request, UploadFile
 from fastapi.testclient import TestClient
 
 from sglang_coserve.guard.bodies import RequestGateMiddleware
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.batch_backend.loaded_model import model_names
 from sglang_coserve.srt.marks.wanted_model import (
     MODEL_PATHS,
     WantedModelMiddleware,
@@ -124,3 +127,17 @@ def test_half_a_surrogate_pair_is_served_as_a_character(client: TestClient) -> N
     served = {"model": "small", "prompt": ["cut \ufffd", "whole \U0001f600"]}
     for path in ("/v1/completions", "/generate"):
         assert post(client, path, body) == (200, served)
+
+
+@pytest.mark.parametrize(("most", "names"), [(None, ("m", "clerk")), (2, ("m", "poet", "clerk"))])
+def test_an_adapter_that_made_room_for_another_can_be_asked_for(
+    most: int | None, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang loads it again, where it has unloaded the adapter by itself."""
+    settings = SimpleNamespace(max_loaded_loras=most)
+    monkeypatch.setattr(compat, "settings_of", lambda _args: settings)
+    registry = SimpleNamespace(get_all_adapters=lambda: {"clerk": object()})
+    known = {"poet": object(), "clerk": object()}
+    manager = SimpleNamespace(server_args=None, lora_registry=registry, lora_ref_cache=known)
+    manager.served_model_name = "m"
+    assert model_names(manager) == names

@@ -21,6 +21,13 @@ def replica(seconds: float = 0.0, *, plans: bool = True, suspended: int = 0) -> 
             "billed": int(seconds),
         },
         "offline": {"waiting": 3, "running": 4},
+        "cache": {
+            "online_prompt_tokens": int(200 * seconds) if plans else None,
+            "found": int(90 * seconds) if plans else None,
+            "found_alone": int(100 * seconds) if plans else None,
+            "protected_tokens": 7 if plans else None,
+            "lease_s": 30.0 if plans else None,
+        },
         "kv_tokens": {"online": 10, "offline": 20, "cached": 30, "free": 40},
     }
     if plans:
@@ -66,6 +73,30 @@ def test_the_bill_is_of_what_ended_in_this_time() -> None:
     assert bill["gaps_ms"] == pytest.approx(10.0)
 
 
+def test_the_cache_is_compared_over_this_time() -> None:
+    history = History()
+    assert history.cache() is None
+    history.add(1000.0, [replica(100.0), replica(50.0)])
+    assert history.cache()["share"] is None
+    history.add(1001.0, [replica(110.0), replica(60.0)])
+    assert history.cache() == {
+        "online_prompt_tokens": 4000,
+        "found": 1800,
+        "found_alone": 2000,
+        "share": 0.9,
+        "protected_tokens": 14,
+        "is_promised": True,
+    }
+
+
+def test_a_cache_without_leases_in_one_replica_is_not_promised() -> None:
+    history = History()
+    without = replica(10.0)
+    without["cache"]["lease_s"] = None
+    history.add(1000.0, [replica(10.0), without])
+    assert history.cache()["is_promised"] is False
+
+
 def test_it_is_bounded_and_asked_for_what_is_new() -> None:
     history = History(samples=5)
     for number in range(20):
@@ -83,7 +114,8 @@ def test_a_policy_that_does_not_plan_has_no_shares_and_no_bill() -> None:
     history.add(1001.0, [replica(plans=False)])
     assert history.columns()["offline_share"] == [None, None]
     assert history.columns()["offline_waiting"] == [3, 3]
-    assert history.bill() is None
+    assert history.columns()["online_found_tokens"] == [None, None]
+    assert (history.bill(), history.cache()) == (None, None)
 
 
 def test_a_scheduler_that_began_anew_gives_no_negative_rates() -> None:
@@ -91,6 +123,7 @@ def test_a_scheduler_that_began_anew_gives_no_negative_rates() -> None:
     history.add(1000.0, [replica(100.0)])
     history.add(1001.0, [replica(0.0)])
     assert history.columns()["offline_tokens_per_s"][-1] == pytest.approx(0.0)
+    assert history.cache()["found"] == 0
 
 
 def test_a_replica_whose_status_has_failed_is_left_out() -> None:

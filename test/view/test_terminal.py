@@ -64,7 +64,7 @@ BATCH = {
     "completed_at": None,
     "expires_at": 1_700_000_000,
     "request_counts": {"total": 2, "completed": 1, "failed": 0},
-    "coserve": {"paused": False, "eta": 1_700_000_100, "eta_p95": None},
+    "coserve": {"paused": False, "eta": 1_700_000_100},
 }
 SLO = {
     "slo": "ttft p99 <= 500ms",
@@ -79,6 +79,18 @@ BOTH = {
     "model": "m",
     "batches": {"path": "/v1/batches", "data": [BATCH]},
     "headroom": {"headroom_tokens_per_s": 5, "tokens_per_s": 9.5, "required_tokens_per_s": 4},
+}
+LATENCY = {
+    "values": 5,
+    "measured_ms": {"p50": 26.0, "p99": 241.0},
+    "online_alone_ms": {"p50": 25.0, "p99": None},
+    "ratio": {"p50": 1.04, "p99": None},
+}
+BESIDE = {
+    "promise": "First tokens at most 500 ms (P99).",
+    "latencies": dict.fromkeys(("ttft", "tpot", "tbt", "e2e"), LATENCY),
+    "streams": {"slowdown": {"p50": 1.25, "p99": 1.6}},
+    "cache": {"share": 0.98},
 }
 SERVER = BOTH | {
     "policy": "coserve",
@@ -114,16 +126,23 @@ def test_servers_and_fleets_are_shown(answer: dict[str, Any]) -> None:
         assert part in text
 
 
+def test_offline_work_that_has_stopped_is_shown_with_its_error() -> None:
+    text = shown(SERVER | {"offline_stopped_by": "ValueError: no plan"}, 200)
+    assert "offline requests wait until the engine's next start" in text
+    assert "ValueError: no plan" in text
+    assert "next start" not in shown(SERVER | {"offline_stopped_by": None}, 200)
+
+
 def test_what_has_ended_hides_nothing_that_goes_on() -> None:
     ended = [BATCH | {"id": f"batch_e{n}", "status": "cancelled"} for n in range(9)]
-    ended[0]["coserve"] = {"paused": True, "eta": None, "eta_p95": None}
+    ended[0]["coserve"] = {"paused": True, "eta": None}
     text = shown(SERVER | {"batches": {"path": "/v1/batches", "data": [*ended, BATCH]}}, 200)
     assert text.index("batch_1") < text.index("batch_e0")
     assert "paused" not in text
 
 
 def test_what_others_wrote_stays_text() -> None:
-    coserve = {"paused": False, "eta": None, "eta_p95": None}
+    coserve = {"paused": False, "eta": None}
     batch = {**BATCH, "id": "batch_1\x1b[2J", "coserve": coserve}
     hostile = view(model="\x1b]0;title\x07[red]m", batches={"path": "/v1/batches", "data": [batch]})
     text = shown(hostile, width=200)
@@ -140,3 +159,28 @@ def test_values_are_shown() -> None:
     assert "ttft p99 241 ms (+31 ms)" in line
     assert "delayed by 34 ms a request" in line
     assert "offline 1,500 tokens/s 50% of the time" in line
+
+
+def test_the_promise_is_shown_with_latencies_beside_alone() -> None:
+    known = view(**SERVER | {"online_users": SERVER["online_users"] | BESIDE})
+    text, line = shown(known, 200), as_line(known)
+    assert "promised: First tokens at most 500 ms (P99)." in text
+    rows = [row.split() for row in text.splitlines()]
+    values = ["26", "ms", "25", "ms", "1.04", "×", "241", "ms", "–", "–"]
+    for name in (
+        "time to first token",
+        "mean gap of a request",
+        "gaps between tokens",
+        "end to end",
+    ):
+        assert [*name.split(), *values] in rows
+    for each in (text, line):
+        assert "streams at 80% of their speed alone (slowest 1% 62%)" in each
+        assert "conversations find 98% of the cached tokens" in each
+
+
+def test_a_stream_or_cache_of_which_nothing_is_known_is_not_shown() -> None:
+    unknown = {"streams": {"slowdown": {"p50": None, "p99": None}}, "cache": {"share": None}}
+    known = view(**SERVER | {"online_users": SERVER["online_users"] | BESIDE | unknown})
+    assert "streams" not in shown(known, 200)
+    assert "conversations" not in as_line(known)

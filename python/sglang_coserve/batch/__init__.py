@@ -8,6 +8,8 @@ everything in one directory:
   calls for, ``job_lines`` has the line engine (``lines``) serve the lines of a batch.
 - ``store`` is SQLite, for what is known of files and batches; what is known of lines is
   in the append-only files of ``lines``.
-- ``forecast`` says when a batch will be complete.
-- ``responses`` makes a batch of one line of a request that is answered in the background.
+- ``eta`` says when a batch will be complete.
+- ``api`` puts routes and annexes together. Annexes are optional folders: ``uploads`` takes files
+  in parts, ``webhooks`` delivers the ends of batches, ``responses`` makes a batch of one line of a
+  request that is answered in the background.
 """

@@ -1,22 +1,16 @@
-"""Checks requests to create batches, and whether a batch can meet its window."""
+"""Checks requests to create batches."""
 
 from __future__ import annotations
 
 import math
-import re
 from hashlib import sha256
-from typing import Final
 
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError
-from sglang_coserve.batch.forecast import JobForecast
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import CreateBatch
+from sglang_coserve.durations import UNITS_S, duration_s
 from sglang_coserve.jsonl.request_line import endpoint_of
-
-_UNITS_S: Final = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-_PART = re.compile(r"([0-9]{1,9})([dhms])")
-_WINDOW = re.compile(r"(?:[0-9]{1,9}[dhms])+")
 
 
 def window_s(text: str, max_window_s: float) -> float:
@@ -25,14 +19,14 @@ def window_s(text: str, max_window_s: float) -> float:
     Raises:
         BatchRequestError: it is no duration, or not in (0, ``max_window_s``].
     """
-    if _WINDOW.fullmatch(text) is None:
+    seconds = duration_s(text)
+    if seconds is None:
         raise _error(f"completion_window {text[:32]!r} is no duration: use 24h, 90m, 1h30m or 7d")
-    seconds = sum(int(count) * _UNITS_S[unit] for count, unit in _PART.findall(text))
     if not 0 < seconds <= max_window_s:
         raise _error(
             f"completion_window {text!r} must be more than 0 s and at most {max_window_s:g} s"
         )
-    return float(seconds)
+    return seconds
 
 
 def window_text(seconds: float) -> str:
@@ -42,7 +36,7 @@ def window_text(seconds: float) -> str:
     if whole_s >= 600:
         whole_s = math.ceil(whole_s / 60) * 60
     parts = []
-    for unit, unit_s in _UNITS_S.items():
+    for unit, unit_s in UNITS_S.items():
         count, whole_s = divmod(whole_s, unit_s)
         if count:
             parts.append(f"{count}{unit}")
@@ -68,6 +62,7 @@ def new_batch(
         raise BatchRequestError(message, code="invalid_endpoint", param="endpoint")
     now_s, rng = context.clock.now_s(), context.rng
     expiry = request.output_expires_after
+    fields = request.model_dump_json(exclude=set(request.ignored))
     return JobRecord(
         id=new_id("batch_", rng),
         owner=owner,
@@ -79,34 +74,8 @@ def new_batch(
         metadata=request.metadata,
         output_expires_after_s=expiry.seconds if expiry else None,
         priority=request.coserve.priority,
-        weight=request.coserve.weight,
         idempotency_key=idempotency_key,
-        fingerprint=sha256(request.model_dump_json().encode()).hexdigest(),
+        fingerprint=sha256(fields.encode()).hexdigest(),
         created_at_s=now_s,
         expires_at_s=now_s + window_s(request.completion_window, context.limits.max_window_s),
     )
-
-
-def raise_if_window_too_short(batch: JobRecord, forecast: JobForecast) -> None:
-    """Refuse a batch that would miss its window even if it were served first, and took as little
-    longer than forecast as any of the last ones.
-
-    Raises:
-        BatchRequestError: it would; the message names the window that could be kept.
-    """
-    asked_s = batch.expires_at_s - batch.created_at_s
-    if forecast.first_s is None or forecast.first_s <= asked_s:
-        return
-    assert forecast.eta_s is not None and forecast.eta_p95_s is not None
-    p50_s, p95_s = (
-        forecast.eta_s - batch.created_at_s,
-        forecast.eta_p95_s - batch.created_at_s,
-    )
-    message = (
-        f"a completion_window of {batch.completion_window} cannot be kept: about"
-        f" {batch.estimated_tokens:,} tokens take {window_text(p50_s)} (P50), and"
-        f" {window_text(forecast.first_s)} at the best, beside the batches and the online"
-        f" requests there are; ask for {window_text(p95_s)} (P95) or more, split the file, or set"
-        " coserve.best_effort to have what can be finished"
-    )
-    raise BatchRequestError(message, code="window_too_short", param="completion_window")

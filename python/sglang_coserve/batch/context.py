@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from sglang_coserve.batch.data_directory import DataDirectory
@@ -54,6 +56,18 @@ class JobContext(LineContext):
             expected=expected,
             outbox_id=new_id("evt_", self.rng) if self.record_events else None,
         )
+
+    async def delete_old(self, retention_s: float, *, are_responses: bool) -> None:
+        """Forget the batches, or responses, that ended longer ago than ``retention_s``."""
+        now_s = self.clock.now_s()
+        while await self.store.run(
+            batch_rows.delete_old, now_s - retention_s, now_s, are_responses=are_responses
+        ):
+            pass
+
+
+EventDelivery = Callable[[JobContext], AbstractAsyncContextManager[None]]
+"""Delivers the ends of batches, which are in the store's outbox, for as long as it is entered."""
 
 
 def new_id(prefix: str, rng: random.Random) -> str:

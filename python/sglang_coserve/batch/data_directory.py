@@ -5,11 +5,15 @@
     coserve.sqlite      what is known of files, batches and events
     files/<file id>     uploads, outputs and error files
     journal/<batch id>  generated tokens of lines that are not finished
-    order/<batch id>    in what order lines are served; it may be deleted at any time
+    order/<batch id>    in what order lines are served
     in_doubt/<file id>  empty; says that the file is being added or deleted
     in_flight           which lines the engine has
+    spare               nothing, to be deleted where the disk is full
     fatal_signal        where the server was when it died of a signal
     lock
+
+Files in journal/ and order/ may be deleted at any time. The server deletes them when the disk is
+full.
 
 It holds what users have sent and got, so it is its owner's alone: whatever the umask, files
 are made with the mode 0600 and directories with 0700, and wider ones are refused.
@@ -17,20 +21,31 @@ are made with the mode 0600 and directories with 0700, and wider ones are refuse
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Final
 
-from sglang_coserve.durable_files import lock_file, make_directories, sync_names, unlock_file
+from sglang_coserve.disk_room import DiskRoom
+from sglang_coserve.durable_files import (
+    lock_file,
+    make_directories,
+    sync_names,
+    unlock_file,
+)
 from sglang_coserve.errors import StartupError, disk_errors
 
 _ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
-_PROBE_BYTES: Final = 1 << 16
+_SPARE_BYTES: Final = 1 << 20
+"""Takes a start, and the first cancellations and deletions, on a disk that others have filled."""
+
+_log = logging.getLogger(__name__)
 
 
 class InUseError(StartupError):
@@ -54,6 +69,10 @@ class DataDirectory:
         self._journals = root / "journal"
         self._orders = root / "order"
         self._in_doubt = root / "in_doubt"
+        self._spare = root / "spare"
+        self.room = DiskRoom(root, partial(self._empty, self._journals))
+        """The room on the disk, to which journals give way."""
+
         self._lock_fd: int | None = None
 
     def open(self) -> None:
@@ -74,10 +93,7 @@ class DataDirectory:
             os.close(os.open(self.database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             for path in self.root.glob(f"{self.database.name}*"):
                 self._check_private(path)
-            probe = self.root / "probe"
-            probe.touch(mode=0o600)
-            probe.write_bytes(bytes(_PROBE_BYTES))
-            probe.unlink()
+            self._probe()
         except StartupError:
             self.close()
             raise
@@ -87,6 +103,36 @@ class DataDirectory:
                 f"cannot use the data directory {self.root}: {error.strerror};"
                 " name another --coserve-data-dir"
             ) from error
+
+    def _probe(self) -> None:
+        """Write the spare file. On a full disk that file, journals and orders are deleted first.
+
+        A server starts on a disk that is still full then, so that its clients can delete files.
+        """
+        if self.room.free_bytes() < 2 * _SPARE_BYTES:
+            self._spare.unlink(missing_ok=True)
+            self._empty(self._journals, self._orders)
+        if self.room.free_bytes() < 2 * _SPARE_BYTES:
+            _log.error("the disk of %s is full: batches wait until files are deleted", self.root)
+            return
+        self._spare.touch(mode=0o600)
+        self._spare.write_bytes(bytes(_SPARE_BYTES))
+
+    def _empty(self, *directories: Path) -> None:
+        """Delete all files in ``directories``: nothing is lost with them but work."""
+        number = size_bytes = 0
+        for directory in directories:
+            for path in directory.iterdir():
+                with suppress(FileNotFoundError):
+                    size_bytes += path.stat().st_size
+                    path.unlink()
+                    number += 1
+        if number:
+            _log.warning(
+                "the disk of %s is full: %d journals or orders (%d bytes) of batches were deleted;"
+                " their half-done lines start over if the server crashes",
+                *(self.root, number, size_bytes),
+            )
 
     def _check_private(self, path: Path) -> None:
         """Refuse what other users can read or write. Links are followed."""
@@ -119,6 +165,10 @@ class DataDirectory:
             unlock_file(self._lock_fd)
             self._lock_fd = None
 
+    def told(self, error: Exception) -> str:
+        """Return an error's message for clients, with paths as they are within the directory."""
+        return str(error).replace(f"{self.root}/", "").replace(str(self.root), "the data directory")
+
     def file(self, file_id: str) -> Path:
         """Return where a stored file is."""
         return self._files / _checked(file_id)
@@ -138,10 +188,16 @@ class DataDirectory:
     # The methods below block, and raise StorageError when the disk is full or failing, or the
     # directory is gone.
 
-    def free_bytes(self) -> int:
-        """Return the free bytes on the disk."""
+    def free_bytes(self, wanted_bytes: int = 0) -> int:
+        """Return the free bytes on the disk; journals give way to ``wanted_bytes``."""
         with disk_errors(f"cannot use {self.root}"):
-            return shutil.disk_usage(self.root).free
+            return self.room.free_bytes(wanted_bytes)
+
+    def make_room(self) -> None:
+        """Make room for the database: delete the spare file and all journals."""
+        with disk_errors(f"cannot use {self.root}"):
+            self._spare.unlink(missing_ok=True)
+            self._empty(self._journals)
 
     def mark_in_doubt(self, file_id: str) -> None:
         """Mark a file that is about to be added or deleted."""

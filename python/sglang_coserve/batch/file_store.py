@@ -165,7 +165,7 @@ class FileStore:
 
         try:
             use.stored_bytes, files = await self._store.run(file_rows.stored, owner)
-            count(0, await self._threads.run(self._directory.free_bytes))
+            count(0, await self._threads.run(self._free_bytes))
             yield count
             if use.uploads > 1:
                 use.stored_bytes, _ = await self._store.run(file_rows.stored, owner)
@@ -276,7 +276,10 @@ class FileStore:
         """Return the room that is then left on the disk."""
         with disk_errors("the upload cannot be written"):
             write_all(fd, piece)
-        return self._directory.free_bytes()
+        return self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        return self._directory.free_bytes(self._limits.min_free_bytes)
 
     def _force(self, fd: int) -> None:
         with disk_errors("the upload cannot be written"):

@@ -57,7 +57,7 @@ class JobDriver:
         self.record = record
         """The latest state that this driver has seen."""
 
-        self.share = JobShare(record.owner, record.priority, record.weight, record.expires_at_s)
+        self.share = JobShare(record.owner, record.priority, record.expires_at_s)
         self._context = context
         self._changed = asyncio.Event()
         self._failures = 0
@@ -95,21 +95,23 @@ class JobDriver:
             except _InterruptedError:
                 continue
             except StorageError as error:
-                await self._pause(LineFault("storage_failed", str(error)))
+                text = self._context.directory.told(error)
+                await self._pause(LineFault("storage_failed", text), error)
             except Exception as error:
                 # It stops neither other batches nor what its owner asks of this one.
                 self._context.background.note_failure(BATCH_TASK, error, self.record.id)
-                text = f"internal error: {error!r}; it is tried again"
-                await self._pause(LineFault("internal_error", text))
+                # The rest is for the log: it may say anything about this machine.
+                text = f"internal error: {type(error).__name__}; it is tried again"
+                await self._pause(LineFault("internal_error", text), error)
 
     def _forget_failures(self) -> None:
         self._fault = None
         self._failures = 0
 
-    async def _pause(self, fault: LineFault) -> None:
+    async def _pause(self, fault: LineFault, error: Exception) -> None:
         """Wait for what has failed to recover; fail a batch that has tried often enough."""
         if fault != self._fault:
-            _log.error("batch %s waits: %s", self.record.id, fault.message)
+            _log.error("batch %s waits: %s", self.record.id, error)
         self._fault = fault
         self._failures += 1
         context = self._context
@@ -120,9 +122,12 @@ class JobDriver:
             batch = self.record
             is_over = batch.status is Status.CANCELLING or self._left_s(batch) <= 0
             if is_over and self._failures >= _MAX_FAILURES:
+                lines, found = self._lines(batch), None
+                with suppress(StorageError):
+                    found = await lines.found()
                 with suppress(StorageError):  # If this fails, too, it costs space alone.
-                    await self._lines(batch).forget()
-                await self._apply(Failed((fault,)), batch)
+                    await lines.forget()
+                await self._apply(Failed((fault,), found), batch)
 
     async def _advance(self, batch: JobRecord) -> None:
         match batch.status:

@@ -7,7 +7,8 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,14 +16,15 @@ from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Failed, Progressed, ServedBy, Validated
 from sglang_coserve.durable_files import discard
-from sglang_coserve.errors import StorageError, disk_errors
+from sglang_coserve.errors import disk_errors
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
 from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
-from sglang_coserve.jsonl.lines import FileLine
+from sglang_coserve.jsonl.lines import SCRATCH_BYTES, FileLine
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
     LineTooLargeError,
     RequestLine,
+    id_in,
     line_head,
     parse_request_line,
 )
@@ -33,12 +35,15 @@ from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
 from sglang_coserve.lines.line_source import LineBitmap, LineSource
 from sglang_coserve.lines.result_log import ResultLog, ResultWriter
-from sglang_coserve.lines.result_record import Usage, batch_tag, encode_record
+from sglang_coserve.lines.result_record import Progress, Usage, batch_tag, encode_record
 
 _log = logging.getLogger(__name__)
 
 _SMALL_BYTES: Final = 1 << 16
 """Takes less than half a millisecond to parse."""
+
+_LEAST_LINE_BYTES: Final = 64
+"""No valid line is shorter."""
 
 _READER: Final = "sglang_coserve.jsonl.check_file"
 
@@ -73,12 +78,17 @@ class JobLines:
             directory.file(batch.output_file_id),
             directory.file(batch.error_file_id),
             name=f"the results of batch {batch.id}",
-            reserved_bytes=context.limits.reserved_bytes,
+            room=partial(directory.room.take, kept_bytes=context.limits.reserved_bytes),
         )
         self._journal = TokenJournal(
             directory.journal(batch.id),
             context.backend.model,
             context.limits.journal_compact_bytes,
+            partial(
+                directory.room.take,
+                kept_bytes=context.limits.journal_free_bytes,
+                may_displace=False,
+            ),
         )
         self._order = directory.order(batch.id)
 
@@ -98,8 +108,13 @@ class JobLines:
             backend.model_names,
         )
         size_bytes = await asyncio.to_thread(_size_bytes, self._input)
+        lines = min(limits.max_lines, 1 + size_bytes // _LEAST_LINE_BYTES)
+        if await self._context.threads.run(self._has_room, lines * SCRATCH_BYTES):
+            scratch = {"SQLITE_TMPDIR": str(self._order.parent)}
+        else:  # SQLite looks for another folder, and the lines stay in the order of the file.
+            scratch, wanted = {}, replace(wanted, max_unordered_lines=limits.max_lines)
         arguments = (json.dumps(asdict(wanted)), str(self._order))
-        report = await self._read(f"checking {self._input}", size_bytes, *arguments)
+        report = await self._read(f"checking {self._input}", size_bytes, *arguments, **scratch)
         if report["faults"]:
             return Failed(tuple(LineFault(**fault) for fault in report["faults"]))
         return Validated(report["requests"], report["estimated_tokens"], report["model"])
@@ -137,6 +152,11 @@ class JobLines:
         async with self._open():
             pass
 
+    async def found(self) -> Progress:
+        """Return the contents of the files, with the tokens that are committed."""
+        await self._context.threads.run(self._recover, LineBitmap())
+        return replace(self._log.progress, usage=self._batch.progress.usage)
+
     async def forget(self) -> None:
         """Delete the tokens of unfinished lines, and the order of all: nothing will be served."""
         await self._context.threads.run(self._forget)
@@ -149,7 +169,7 @@ class JobLines:
         """See ``LineJob``."""
         if line.content is None:
             what = f"reading the line at byte {line.offset} of {self._input}"
-            custom_id = str(await self._read(what, line.size_bytes, str(line.offset)))
+            custom_id = await self._read(what, line.size_bytes, str(line.offset))
             max_bytes = self._context.backend.limits.max_bytes
             message = f"the request is larger than {max_bytes:,} bytes"
             return UnservedLine(custom_id, LineResult.refused(413, message))
@@ -167,19 +187,26 @@ class JobLines:
                 custom_id = line_head(content, endpoint).custom_id
                 return UnservedLine(custom_id, LineResult.refused(413, str(error)))
         except BadLineError as error:
-            message = f"line {number} of {self._input} has changed: {error}"
-            raise StorageError(message) from error
+            # Checked by another version, or changed since: one line's fault ends no batch.
+            message = f"line {number} cannot be read as it was checked: {error}"
+            return UnservedLine(id_in(content), LineResult.refused(400, message))
 
-    async def _read(self, what: str, size_bytes: int, *arguments: str) -> Any:
+    def _has_room(self, size_bytes: int) -> bool:
+        free_bytes = self._context.directory.free_bytes()
+        return free_bytes - size_bytes >= self._context.limits.min_free_bytes
+
+    async def _read(self, what: str, size_bytes: int, *arguments: str, **variables: str) -> Any:
         """Have a process read the input, in turn; it ends when this is cancelled."""
         turns, batch = self._context.reading_turns, self._batch
-        share = JobShare(batch.owner, batch.priority, batch.weight, batch.expires_at_s)
+        share = JobShare(batch.owner, batch.priority, batch.expires_at_s)
         turns.join(share)
         try:
             await turns.acquire(share, 0, size_bytes)
             try:
                 path = str(self._input)
-                return await run_module(what, _READER, path, batch.endpoint, *arguments)
+                return await run_module(
+                    what, _READER, path, batch.endpoint, *arguments, **variables
+                )
             finally:
                 turns.release(share, 0, size_bytes, size_bytes)
         finally:

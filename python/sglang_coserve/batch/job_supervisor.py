@@ -7,16 +7,8 @@ from collections.abc import Collection, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any, Final
 
-from sglang_coserve.batch.admission import raise_if_window_too_short
 from sglang_coserve.batch.context import JobContext
-from sglang_coserve.batch.forecast import (
-    REMEMBERED,
-    Headroom,
-    JobForecast,
-    PastBatches,
-    headroom,
-    job_forecasts,
-)
+from sglang_coserve.batch.eta import Eta, Headroom, etas, headroom
 from sglang_coserve.batch.job_driver import JobDriver
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Event
@@ -32,11 +24,10 @@ COUNT_INTERVAL_S: Final = 5.0
 
 
 class JobSupervisor:
-    """Starts the drivers, notifies them of changes, and compares their prospects."""
+    """Starts the drivers, notifies them of changes, and says when their batches will end."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
-        self._past = PastBatches()
         self._billed_s: dict[str, float] = {}
         """What was counted of each batch's delays of online requests."""
 
@@ -55,30 +46,24 @@ class JobSupervisor:
         Raises:
             StorageError: the database cannot be read.
         """
-        store = self._context.store
-        await store.run(batch_rows.void_forecasts)
-        for record in await store.run(batch_rows.complete_with_forecast, REMEMBERED):
-            self._past.ended(record)
         self._size_slots()
-        for record in await store.run(batch_rows.unfinished):
+        for record in await self._context.store.run(batch_rows.unfinished):
             self._lead(record)
         # Each by itself: an engine may hang, a disk may fail, and the others go on.
         self._watching = [
             self._context.background.start(name, work)
             for name, work in (
-                ("batch_urgency", self._watch),
+                ("batch_slots", self._watch),
                 ("online_delays", self._count_delays),
             )
         ]
 
-    async def create(self, wanted: JobRecord, *, best_effort: bool = False) -> JobRecord:
+    async def create(self, wanted: JobRecord) -> JobRecord:
         """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises.
 
-        Unless with ``best_effort``, one whose window cannot be kept, going by earlier ones, is
-        refused, too; but no response. It goes on if the caller is cancelled: no batch is in the
-        store that no driver knows of.
+        It goes on if the caller is cancelled: no batch is in the store that no driver knows of.
         """
-        return await self._call(self._create(wanted, best_effort))
+        return await self._call(self._create(wanted))
 
     async def change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
         """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
@@ -90,21 +75,20 @@ class JobSupervisor:
         """
         return await self._call(self._change(batch_id, event, owner))
 
-    def job_forecasts(self, latest: Iterable[JobRecord] = ()) -> dict[str, JobForecast]:
-        """Return what is to be expected of every batch that is, or soon will be, served, by id.
+    def etas(self, latest: Iterable[JobRecord]) -> dict[str, Eta]:
+        """Return the ETA of every batch that is, or soon will be, served, by id.
 
         ``latest`` are batches as they are now, which their drivers may not have seen yet.
         """
         records = {driver.record.id: driver.record for driver in self._drivers.values()}
         records |= {record.id: record for record in latest}
         served = [record for record in records.values() if record.will_be_served]
-        return job_forecasts(served, self._rate_per_s, self._context.clock.now_s(), self._past)
+        return etas(served, self._rate_per_s, self._context.clock.now_s())
 
     def headroom(self) -> Headroom:
         """Return how much offline work could be added, and still be done in time."""
         served = [record for record in self.unfinished() if record.will_be_served]
-        now_s, token_bias = self._context.clock.now_s(), self._past.token_bias
-        return headroom(served, self._rate_per_s, now_s, token_bias)
+        return headroom(served, self._rate_per_s, self._context.clock.now_s())
 
     @property
     def _rate_per_s(self) -> float | None:
@@ -133,9 +117,11 @@ class JobSupervisor:
         task.add_done_callback(self._calls.discard)
         return await to_its_end(task)
 
-    async def _create(self, wanted: JobRecord, best_effort: bool) -> JobRecord:
+    async def _create(self, wanted: JobRecord) -> JobRecord:
         context = self._context
-        free_bytes = await context.threads.run(context.directory.free_bytes)
+        free_bytes = await context.threads.run(
+            context.directory.free_bytes, context.limits.min_free_bytes
+        )
         # Before the input is looked at, so that a call that is refused costs next to nothing.
         earlier = await context.store.run(
             batch_rows.find_earlier, wanted, context.limits, free_bytes
@@ -149,13 +135,6 @@ class JobSupervisor:
             context.backend.limits.context_tokens,
         )
         wanted = replace(wanted, estimated_tokens=tokens)
-        if wanted.response is None:
-            # Not for a response, of which there may be thousands: each looks at all there are, and
-            # what becomes of it says little about batches.
-            forecast = self.job_forecasts([wanted])[wanted.id]
-            if not best_effort:
-                raise_if_window_too_short(wanted, forecast)
-            wanted = replace(wanted, forecast_s=forecast.forecast_s)
         # Once more: others may have begun meanwhile.
         record, is_new = await context.store.run(
             batch_rows.create, wanted, context.limits, free_bytes
@@ -173,12 +152,7 @@ class JobSupervisor:
     def _lead(self, record: JobRecord) -> None:
         driver = self._drivers[record.id] = JobDriver(record, self._context)
         self._uncounted.add(record.id)
-        driver.task.add_done_callback(lambda _: self._ended(record.id))
-
-    def _ended(self, batch_id: str) -> None:
-        record = self._drivers.pop(batch_id).record
-        if record.status.is_final:  # Otherwise the service is being closed.
-            self._past.ended(record)
+        driver.task.add_done_callback(lambda _: self._drivers.pop(record.id))
 
     def _size_slots(self) -> None:
         """Have no more lines in flight than the backend has use for: the rest keeps its order."""
@@ -190,8 +164,6 @@ class JobSupervisor:
         while True:
             await self._context.clock.sleep(_LOOK_INTERVAL_S)
             self._size_slots()
-            for batch_id, forecast in self.job_forecasts().items():
-                self._drivers[batch_id].share.is_urgent = forecast.is_urgent
 
     async def _count_delays(self) -> None:
         while True:

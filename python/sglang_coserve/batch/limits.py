@@ -8,6 +8,7 @@ from typing import Self
 
 from sglang_coserve.batch.errors import QuotaError
 from sglang_coserve.config import BatchApiConfig
+from sglang_coserve.durations import LONGEST_WINDOW_S
 from sglang_coserve.errors import ConfigError, StorageError
 
 _MIB = 1 << 20
@@ -43,7 +44,16 @@ class BatchLimits:
 
     max_active_responses: int = 2048
     """Background responses that have not ended, over all owners; one may have as many as are still
-    free. Each is a job, and the event loop looks at all jobs once a second."""
+    free. Each is a job with a task of its own."""
+
+    batch_retention_s: float = 30 * _DAY_S
+    """When a batch is forgotten, counted from its end. Its files stay."""
+
+    max_ended_batches_per_owner: int = 100_000
+    """Most ended batches and responses of an owner together. The oldest ones are forgotten."""
+
+    max_ended_bytes_per_owner: int = 256 * _MIB
+    """Most bytes of the rows of these: metadata, faults, and the fields that a response repeats."""
 
     response_retention_s: float = 7 * _DAY_S
     """When a response is deleted, counted from its end."""
@@ -57,8 +67,8 @@ class BatchLimits:
     owner has is summed up at each upload, which takes some 10 ms for so many."""
 
     max_transfers: int = 256
-    """Uploads, and as many downloads, at the same time: each takes a socket, and up to half a
-    MiB of memory. One owner may have as many as are still free."""
+    """Uploads, and as many downloads, at the same time: each takes a socket, and up to half a MiB
+    of memory. One owner may have as many as are still free."""
 
     transfer_idle_s: float = 60.0
     """How long a client may neither send nor take anything of a file."""
@@ -67,7 +77,7 @@ class BatchLimits:
     """A client that is slower than that over a whole file, but for ``transfer_idle_s``, is given
     up: a byte a minute would hold a place for years."""
 
-    max_window_s: float = 366 * _DAY_S
+    max_window_s: float = LONGEST_WINDOW_S
     """Longest ``completion_window``."""
 
     max_in_flight: int = 512
@@ -91,12 +101,15 @@ class BatchLimits:
     input_retention_s: float = 30 * _DAY_S
     """When an upload expires that names no expiry of its own."""
 
+    journal_free_bytes: int = 128 * _MIB
+    """Journals do not grow while less of the disk would be free."""
+
     min_free_bytes: int = 64 * _MIB
     """Uploads and batches are refused while less of the disk is free."""
 
     reserved_bytes: int = 16 * _MIB
-    """Running batches wait while less is free: to cancel one, or to delete a file, takes some room
-    in the database."""
+    """Journals are deleted, and then running batches wait, while less is free: to cancel one, or to
+    delete a file, takes some room in the database."""
 
     @classmethod
     def of(cls, config: BatchApiConfig) -> Self:

@@ -67,7 +67,6 @@ class JobRecord:
     metadata: Mapping[str, str] | None = None
     output_expires_after_s: float | None = None
     priority: int = 0
-    weight: float = 1.0
     idempotency_key: str | None = None
     fingerprint: str
     """Of the request, to tell a repeated one from another with the same key."""
@@ -86,10 +85,6 @@ class JobRecord:
     expired_at_s: float | None = None
     cancelling_at_s: float | None = None
     cancelled_at_s: float | None = None
-
-    forecast_s: float | None = None
-    """How long it was to take when it was admitted; None when that was not known, or it does
-    not count: the batch was paused, or the server stopped."""
 
     model_name: str | None = None
     """What clients call the model of its first line; None before the input has been validated."""

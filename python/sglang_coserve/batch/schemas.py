@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sglang_coserve.batch.forecast import JobForecast
+from sglang_coserve.batch.eta import Eta
 from sglang_coserve.batch.record import FileRecord, JobRecord, Status
 from sglang_coserve.jsonl.check_file import LineFault
 
@@ -92,59 +92,33 @@ class CoserveOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
-    """Batches of a higher priority are served first of those of their owner."""
-
-    weight: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False, strict=False)] = 1.0
-    """Share of the engine among their owner's batches of one priority."""
-
-    best_effort: bool = False
-    """True to begin also where the window cannot be kept: lines that are not finished when it
-    closes expire."""
+    """Among the batches of an owner, a higher priority is served first; among equals the batch
+    whose window closes first."""
 
 
-_MetadataKey = Annotated[str, Field(max_length=64)]
-_MetadataValue = Annotated[str, Field(max_length=512)]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class CreateBatch(BaseModel):
-    """The body of a request to create a batch."""
+    """The body of a request to create a batch. Fields that it does not name are ignored."""
 
-    model_config = ConfigDict(extra="forbid")
+    # Allowed, so that ``ignored`` has them.
+    model_config = ConfigDict(extra="allow")
 
     input_file_id: Annotated[str, Field(max_length=64)]
     endpoint: Annotated[str, Field(max_length=64)]
     completion_window: Annotated[str, Field(max_length=64)]
     """A duration: ``24h``, ``90m``, ``1h30m``, ``7d``."""
 
-    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
     coserve: CoserveOptions = CoserveOptions()
 
-
-class CreateResponse(BaseModel):
-    """The body of a request in the background; the engine looks at the other fields."""
-
-    model_config = ConfigDict(extra="allow")
-
-    background: Literal[True]
-    stream: bool | None = None
-    store: Literal[True] | None = None
-    """It is stored, whatever else is asked."""
-
-    model: Annotated[str, Field(max_length=256)] | None = None
-    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] | None = None
-    previous_response_id: str | None = None
-
-    coserve_deadline_s: Annotated[float, Field(ge=1, le=30 * 86_400)] | None = None
-    """When it is given up, counted from its creation; by default after a day."""
-
-
-class ResponseDeleted(BaseModel):
-    """The answer to the deletion of a response or chat."""
-
-    id: str
-    object: Literal["response", "chat.completion.deleted"]
-    deleted: Literal[True] = True
+    @property
+    def ignored(self) -> list[str]:
+        """The names of fields that have no effect."""
+        return sorted(self.model_extra or ())
 
 
 class BatchErrors(BaseModel):
@@ -188,22 +162,17 @@ class CoserveBatch(BaseModel):
     """What OpenAI's batch object has no field for."""
 
     owner: str
-    """Whose batch it is: the hash of the key that made it."""
+    """The owner: the hash of the key that made the batch, or ``everybody``."""
 
     paused: bool
     priority: int
-    """Among the batches of its owner, as ``weight``."""
-
-    weight: float
+    """Among the batches of its owner."""
 
     eta: int | None
-    """P50 of when the batch will be complete; None when that is not known."""
-
-    eta_p95: int | None
-    """P95 of it: of 20 such batches 19 are complete by then."""
+    """When the batch will be complete; None when that is not known."""
 
     rate_tokens_per_s: float | None
-    """The batch's share of the measured offline throughput."""
+    """The batch's share of the measured offline throughput, on average until ``eta``."""
 
     online_delay_s: float | None
     """By how many seconds it has delayed online requests, those of all users together; None while
@@ -251,13 +220,13 @@ class BatchObject(BaseModel):
     def of(
         cls,
         batch: JobRecord,
-        forecast: JobForecast | None = None,
+        eta: Eta | None = None,
         stalled_by: str | None = None,
         model: str | None = None,
     ) -> Self:
         """Return a batch as the API shows it; ``model`` is what is loaded now, None if unknown."""
         progress, usage = batch.progress, batch.progress.usage
-        warnings = (stalled_by or _lateness(batch, forecast), mixed_models(batch, model))
+        warnings = (stalled_by or _lateness(batch, eta), mixed_models(batch, model))
         return cls(
             id=batch.id,
             endpoint=batch.endpoint,
@@ -292,10 +261,8 @@ class BatchObject(BaseModel):
                 owner=batch.owner,
                 paused=batch.is_paused,
                 priority=batch.priority,
-                weight=batch.weight,
-                eta=_seconds(forecast.eta_s) if forecast else None,
-                eta_p95=_seconds(forecast.eta_p95_s) if forecast else None,
-                rate_tokens_per_s=forecast.rate_tokens_per_s if forecast else None,
+                eta=int(eta.at_s) if eta else None,
+                rate_tokens_per_s=eta.rate_tokens_per_s if eta else None,
                 online_delay_s=_delay_s(batch.online_delay_s),
                 warning="; ".join(filter(None, warnings)) or None,
             ),
@@ -324,12 +291,12 @@ def mixed_models(batch: JobRecord, model: str | None) -> str | None:
     )
 
 
-def _lateness(batch: JobRecord, forecast: JobForecast | None) -> str | None:
-    if forecast is None or forecast.eta_s is None or not forecast.is_late:
+def _lateness(batch: JobRecord, eta: Eta | None) -> str | None:
+    if eta is None or eta.at_s <= batch.expires_at_s:
         return None
-    eta = datetime.fromtimestamp(forecast.eta_s, UTC).isoformat(timespec="seconds")
+    at = datetime.fromtimestamp(eta.at_s, UTC).isoformat(timespec="seconds")
     return (
-        f"expected to be complete at {eta}, {forecast.eta_s - batch.expires_at_s:.0f} s after"
+        f"expected to be complete at {at}, {eta.at_s - batch.expires_at_s:.0f} s after"
         f" the window of {batch.completion_window} closes: lines that are not finished then will"
         " expire"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections import Counter
@@ -11,14 +12,13 @@ from pathlib import Path
 from typing import Final, Self
 
 from sglang_coserve.batch.admission import new_batch
-from sglang_coserve.batch.context import JobContext, open_engine_lines
+from sglang_coserve.batch.context import EventDelivery, JobContext, open_engine_lines
 from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.eta import Headroom
 from sglang_coserve.batch.file_store import FileStore, Transfers
-from sglang_coserve.batch.forecast import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord, ServiceStatus, Status
-from sglang_coserve.batch.responses import BackgroundResponses
 from sglang_coserve.batch.schemas import (
     BatchList,
     BatchObject,
@@ -30,8 +30,6 @@ from sglang_coserve.batch.schemas import (
 )
 from sglang_coserve.batch.state import Asked, BatchAction
 from sglang_coserve.batch.store import Store, batch_rows, file_rows
-from sglang_coserve.batch.uploads import Uploads
-from sglang_coserve.batch.webhooks import WebhookTarget, events_delivered
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.background import Clock, TaskSupervisor, WorkerThreads
@@ -44,6 +42,12 @@ _READERS: Final = 2
 """Processes that read input files, so that a small one does not wait for a large one."""
 
 _EXPIRY_INTERVAL_S: Final = 60.0
+
+_MOST_NAMES: Final = 5
+_NAME_CHARS: Final = 64
+"""Most names of unknown fields in a warning, and their longest."""
+
+_log = logging.getLogger(__name__)
 
 
 class BatchService:
@@ -59,12 +63,8 @@ class BatchService:
         """Made by ``open``."""
         self.context = context
         self._opened = AsyncExitStack()
-        self.files = files = FileStore(context)
-        self._runner = runner = JobSupervisor(context)
-        self.parts = Uploads(context, files)
-        """Files that come in parts."""
-
-        self.responses = BackgroundResponses(context, files, runner)
+        self.files = FileStore(context)
+        self.runner = JobSupervisor(context)
         self.uploads = Transfers("uploads", context.limits.max_transfers)
         self.downloads = Transfers("downloads", context.limits.max_transfers)
 
@@ -89,7 +89,7 @@ class BatchService:
         backend: Backend,
         limits: BatchLimits | None = None,
         *,
-        webhook: WebhookTarget | None = None,
+        event_delivery: EventDelivery | None = None,
         dies_with_engine: bool = True,
         background: TaskSupervisor | None = None,
         clock: Clock | None = None,
@@ -97,10 +97,11 @@ class BatchService:
     ) -> Self:
         """Open or create ``directory``, and continue its unfinished batches.
 
-        ``webhook`` is told the ends of batches. Without ``dies_with_engine`` this process outlives
-        the engine's end, so that nothing is recorded to learn from it at the next start.
-        ``background`` runs the service's tasks: that of the process, or one of its own. ``rng``
-        makes the ids, so it must be one that cannot be guessed.
+        ``event_delivery`` delivers the ends of batches, which are kept only if there is one.
+        Without ``dies_with_engine`` this process outlives the engine's end, so that nothing is
+        recorded to learn from it at the next start. ``background`` runs the service's tasks; by
+        default the service has a supervisor of its own. ``rng`` makes the ids, so it must be one
+        that cannot be guessed.
 
         Raises:
             StartupError: the directory cannot be used, or another server is using it.
@@ -111,7 +112,7 @@ class BatchService:
                 data = DataDirectory(directory)
                 data.open()
                 opened.callback(data.close)
-                store = await Store.open(data.database)
+                store = await Store.open(data.database, data.make_room)
                 opened.push_async_callback(store.close)
                 threads = WorkerThreads("coserve-files", _FILE_THREADS)
                 opened.push_async_callback(threads.close)
@@ -130,7 +131,7 @@ class BatchService:
                     limits=limits,
                     reading_turns=FairSlots(_READERS, max_bytes=1),
                     background=background or TaskSupervisor(clock),
-                    record_events=webhook is not None,
+                    record_events=event_delivery is not None,
                     clock=clock,
                     rng=rng or random.SystemRandom(),
                     retry_policy=RetryPolicy(math.inf, limits.max_attempts, max_delay_s=30.0),
@@ -139,15 +140,15 @@ class BatchService:
                     journal_interval_s=limits.journal_interval_s,
                 )
                 service = cls(context)
-                opened.push_async_callback(service._runner.close)
+                opened.push_async_callback(service.runner.close)
                 await service.files.settle()
-                await service._runner.start()
+                await service.runner.start()
             except StorageError as error:
                 raise StartupError(str(error)) from error
             expiring = context.background.running("file_expiry", service._expire_regularly)
             await opened.enter_async_context(expiring)
-            if webhook is not None:
-                await opened.enter_async_context(events_delivered(context, webhook))
+            if event_delivery is not None:
+                await opened.enter_async_context(event_delivery(context))
             service._opened = opened.pop_all()
         return service
 
@@ -218,18 +219,24 @@ class BatchService:
     async def create_batch(
         self, owner: str, request: CreateBatch, idempotency_key: str | None = None
     ) -> BatchObject:
-        """Begin a batch. The same key and request again return the same batch.
+        """Begin a batch. The same key and request again return the same batch. The answer's
+        warning names fields that are ignored.
 
         Raises:
-            BatchRequestError: the endpoint or the window cannot be used, or the window cannot
-                be kept.
+            BatchRequestError: the endpoint or the window cannot be used.
             ConflictError: the key was used for another request.
             TooManyError: too many batches are unfinished.
             QuotaError: the owner has too much on the disk.
         """
         wanted = new_batch(owner, request, idempotency_key, self.context)
-        best_effort = request.coserve.best_effort
-        return self._shown(await self._runner.create(wanted, best_effort=best_effort))
+        shown = self._shown(await self.runner.create(wanted))
+        if names := request.ignored:
+            _log.warning("batch %s: unknown fields were ignored: %s", shown.id, names)
+            listed = ", ".join(name[:_NAME_CHARS] for name in names[:_MOST_NAMES])
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            warning = f"fields that this server does not know are ignored: {listed}{more}"
+            shown.coserve.warning = "; ".join(filter(None, (warning, shown.coserve.warning)))
+        return shown
 
     async def retrieve_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Return one batch."""
@@ -255,7 +262,7 @@ class BatchService:
         """Return batches that have not ended, and no responses, the newest first."""
         found = [
             batch
-            for batch in self._runner.unfinished()
+            for batch in self.runner.unfinished()
             if batch.response is None and owner in (None, batch.owner)
         ]
         newest = found[-limit:][::-1]
@@ -270,12 +277,20 @@ class BatchService:
         Raises:
             ConflictError: its state forbids it.
         """
-        return self._shown(await self._runner.change(batch_id, Asked(action), owner))
+        return self._shown(await self.runner.change(batch_id, Asked(action), owner))
+
+    async def move_owner(self, owner: str, to: str) -> tuple[int, int]:
+        """Give all that ``owner`` has to another owner; return how many files and batches.
+
+        An upload that is under way stays the first owner's. Batches that run keep their place among
+        those of the first owner until the next start.
+        """
+        return await self.context.store.run(batch_rows.move_owner, owner, to)
 
     async def status(self) -> ServiceStatus:
         """Return how busy the service is."""
         webhooks_pending = await self.context.store.run(batch_rows.count_events)
-        context, slots, records = self.context, self.context.slots, self._runner.unfinished()
+        context, slots, records = self.context, self.context.slots, self.runner.unfinished()
         lines_left = sum(
             record.total_lines - record.progress.lines
             for record in records
@@ -295,23 +310,23 @@ class BatchService:
 
     def headroom(self) -> Headroom:
         """Return how much more offline work would finish in time. Cheap."""
-        return self._runner.headroom()
+        return self.runner.headroom()
 
     def _shown(self, batch: JobRecord) -> BatchObject:
         return self._renderer([batch])(batch)
 
     def _renderer(self, batches: list[JobRecord]) -> Callable[[JobRecord], BatchObject]:
         """Return what makes objects of ``batches``, in any thread."""
-        job_forecasts = self._runner.job_forecasts(batches)
-        drivers = {batch.id: self._runner.driver(batch.id) for batch in batches}
+        etas = self.runner.etas(batches)
+        drivers = {batch.id: self.runner.driver(batch.id) for batch in batches}
         stalled = {key: driver.stalled_by for key, driver in drivers.items() if driver}
         model = self.context.backend.model or None  # A gateway may not know it yet.
-        return lambda batch: BatchObject.of(
-            batch, job_forecasts.get(batch.id), stalled.get(batch.id), model
-        )
+        return lambda batch: BatchObject.of(batch, etas.get(batch.id), stalled.get(batch.id), model)
 
     async def _expire_regularly(self) -> None:
         while True:
-            await self.responses.remove_expired()
+            limits = self.context.limits
+            await self.context.delete_old(limits.response_retention_s, are_responses=True)
+            await self.context.delete_old(limits.batch_retention_s, are_responses=False)
             await self.files.remove_expired(self.context.clock.now_s())
             await self.context.clock.sleep(_EXPIRY_INTERVAL_S)

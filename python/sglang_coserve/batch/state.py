@@ -37,6 +37,9 @@ class Failed:
 
     faults: tuple[LineFault, ...]
 
+    progress: Progress | None = None
+    """Contents of the files at the end; None where the committed ones stand."""
+
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
@@ -125,8 +128,14 @@ def transition(record: JobRecord, event: Event, now_s: float) -> JobRecord:
                 estimated_tokens=estimated_tokens,
                 model_name=model_name,
             )
-        case Failed(faults):
-            return replace(record, status=_S.FAILED, failed_at_s=now_s, faults=faults)
+        case Failed(faults, progress):
+            return replace(
+                record,
+                status=_S.FAILED,
+                failed_at_s=now_s,
+                faults=faults,
+                progress=progress or record.progress,
+            )
         case Progressed(progress):
             assert record.progress.lines <= progress.lines <= record.total_lines
             return replace(record, progress=progress)
@@ -146,7 +155,7 @@ def transition(record: JobRecord, event: Event, now_s: float) -> JobRecord:
         case Asked("cancel"):
             return replace(record, status=_S.CANCELLING, cancelling_at_s=now_s)
         case Asked("pause"):
-            return replace(record, is_paused=True, forecast_s=None)
+            return replace(record, is_paused=True)
         case Asked():
             return replace(record, is_paused=False)
 

@@ -6,18 +6,20 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve import __version__, durable_files
 from sglang_coserve.bench_serving import stock
-from sglang_coserve.bench_serving.one_run import Figures, measure
+from sglang_coserve.bench_serving.one_run import Figures, Loads, measure
 from sglang_coserve.bench_serving.options import ALONE, Options, tuned_stock
 from sglang_coserve.demo.servers import System, make_server, module_of
 from sglang_coserve.errors import ServerError, StartupError, path_errors
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.profiler.fits import attention_name
 from sglang_coserve.terminal import markdown_table, median_and_range
 
 _MAX_NAME_CHARS: Final = 100
@@ -69,6 +71,11 @@ class Run:
     def figures(self) -> Figures:
         """Those of all repeats together."""
         return Figures.of_repeats([repeat.figures for repeat in self.repeats])
+
+    @property
+    def attention_backend(self) -> str:
+        """The server's attention backend in effect, as ``attention_name`` has it."""
+        return attention_name(self.repeats[0].reports.get("online", {}).get("backends", {}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -167,42 +174,49 @@ class Comparison:
         if missing:
             folder.mkdir(parents=True, exist_ok=True)
             self._say(f"{system.name}: starting the server")
-            with self._serving(system, flags, folder) as base_url:
-                for number in missing:
-                    self._repeat(base_url, system, plan, number, folders[number])
+            self._measure(system, flags, plan, {number: folders[number] for number in missing})
         found = [_read(own, plan) for own in folders.values()]
         return Run([repeat for repeat in found if repeat is not None])
 
-    def _repeat(self, base_url: str, system: System, plan: Plan, number: int, folder: Path) -> None:
-        """Measure once, and write what came of it to a folder."""
-        folder.mkdir(exist_ok=True)
-        of_all = f" ({number} of {self._options.repeats})" if self._options.repeats > 1 else ""
+    def _measure(
+        self, system: System, flags: Sequence[str], plan: Plan, folders: Mapping[int, Path]
+    ) -> None:
+        """Measure each missing repeat, given with its folder, on one server."""
+        options = self._options
+        server: AbstractContextManager[object] = nullcontext()
+        base_url = options.urls.get(system.name)
+        if base_url is None:
+            own = make_server(
+                flags,
+                is_ours=system.is_ours,
+                log_path=options.out / "runs" / folder_name(system.name) / "server.log",
+                ready_timeout_s=options.ready_timeout_s,
+            )
+            server, base_url = own, own.base_url
+        loads_of = partial(Loads, base_url, system, options)
+        with ExitStack() as stack:
+            early: dict[int, Loads] = {}
+            if options.make_requests_early:
+                number, folder = next(iter(folders.items()))
+                early[number] = stack.enter_context(loads_of(folder, number))
+            stack.enter_context(server)
+            for number, folder in folders.items():
+                with early.get(number) or loads_of(folder, number) as loads:
+                    self._repeat(loads, plan, number, folder)
+
+    def _repeat(self, loads: Loads, plan: Plan, number: int, folder: Path) -> None:
+        """Measure once, and write the result to a folder."""
+        repeats = self._options.repeats
+        of_all = f" ({number} of {repeats})" if repeats > 1 else ""
         figures, reports = measure(
-            base_url,
-            system,
+            loads,
             self.targets,
             self._options,
-            folder,
-            number,
-            lambda phase: self._say(f"{system.name}{of_all}: {phase}"),
+            lambda phase: self._say(f"{plan.system}{of_all}: {phase}"),
         )
         content = json.dumps(asdict(Repeat(plan, figures, reports)), indent=1) + "\n"
         path = folder / _RUN
         durable_files.replace(path, lambda file: file.write(content.encode()), mode=0o666)
-
-    @contextmanager
-    def _serving(self, system: System, flags: Sequence[str], folder: Path) -> Iterator[str]:
-        if url := self._options.urls.get(system.name):
-            yield url
-            return
-        server = make_server(
-            flags,
-            is_ours=system.is_ours,
-            log_path=folder / "server.log",
-            ready_timeout_s=self._options.ready_timeout_s,
-        )
-        with server:
-            yield server.base_url
 
 
 def _read(folder: Path, plan: Plan) -> Repeat | None:
@@ -256,6 +270,7 @@ def write(comparison: Comparison, out: Path, argv: Sequence[str]) -> None:
     record = {
         "command": ["python", "-m", "sglang_coserve.bench_serving", *argv],
         **_versions(),
+        "attention_backend": _attention_text(comparison),
         "systems": {name: run.to_dict() for name, run in comparison.runs.items()},
         "tried": {name: run.to_dict() for name, run in comparison.tried.items()},
         "failed": comparison.failed,
@@ -313,11 +328,21 @@ def _cell(values: Sequence[float | None], form: str) -> str:
     return median_and_range(known, form) if known else "–"
 
 
+def _attention_text(comparison: Comparison) -> str:
+    """Name the attention backend of all systems; where they differ, each system's."""
+    found = {name: run.attention_backend for name, run in comparison.runs.items()}
+    if len(set(found.values())) <= 1:
+        return next(iter(found.values()), "")
+    return ", ".join(f"{backend or 'unknown'} ({name})" for name, backend in found.items())
+
+
 def _notes(comparison: Comparison) -> Iterator[str]:
     yield (
         "Online latencies as SGLang's bench_serving has them; offline tokens/s: prompts and "
         "outputs, while the online load ran.\n"
     )
+    if attention := _attention_text(comparison):
+        yield f"SGLang's attention backend in effect: {attention}.\n"
     repeats = max((len(run.repeats) for run in comparison.runs.values()), default=1)
     if repeats > 1:
         yield f"Medians of {repeats} repeats (lowest–highest).\n"

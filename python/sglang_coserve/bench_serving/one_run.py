@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import httpx
 
@@ -26,6 +26,7 @@ from sglang_coserve.metrics import (
     latency_report,
     throughput,
 )
+from sglang_coserve.profiler.fits import ATTENTION_SETTINGS
 
 _IDLE_TIMEOUT_S: Final = 60.0
 _FIRST_REQUEST: Final = {
@@ -73,60 +74,82 @@ class Figures:
         return cls(**{field.name: of_all(field.name) for field in fields(cls)})
 
 
-def measure(
-    base_url: str,
-    system: System,
-    targets: SloTargets,
-    options: Options,
-    folder: Path,
-    repeat: int,
-    say: Callable[[str], None],
-) -> tuple[Figures, dict[str, Any]]:
-    """Run both loads; return the figures, and SGLang's reports for the record.
+class Loads:
+    """The processes of both loads of one repeat; a context manager, which ends them.
 
-    Loads without a ``--seed`` get one by ``repeat``, from 1 on: equal ones would make equal
-    prompts, hence hits in the prefix cache.
+    They make their requests at once and wait, so the server need not run yet.
+    """
+
+    def __init__(
+        self, base_url: str, system: System, options: Options, folder: Path, repeat: int
+    ) -> None:
+        """Start the processes.
+
+        Loads without a ``--seed`` get one by ``repeat``, from 1 on: equal ones would make equal
+        prompts, hence hits in the prefix cache.
+
+        Raises:
+            ConfigError: a load's ``--extra-request-body`` cannot be used.
+        """
+        self.base_url = base_url
+        # bench_serving would wait for the server before it makes the requests, and give up.
+        common = ["--ready-check-timeout-sec", "0"]
+        common += ["--concurrency-ratio", str(options.steady_state_concurrency_ratio)]
+        # bench_serving would send the first request twice, and the cache would answer the second.
+        common += ["--warmup-requests", "0"]
+        if options.model_path is not None:
+            # It would look the served name up on Hugging Face, and retry where there is no network.
+            common += ["--model", options.model_path]
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+
+            def load(name: str, flags: list[str], body: Mapping[str, Any]) -> LoadProcess:
+                words = [*common, *with_body(flags, body)]
+                return stack.enter_context(LoadProcess(name, base_url, words, folder))
+
+            seed = _SEED + 2 * (repeat - 1)
+            self.online = load("online", ["--seed", str(seed), *options.online], system.online_body)
+            self.offline: LoadProcess | None = None
+            if system.has_offline:
+                offline_flags = ["--seed", str(seed + 1), *options.offline]
+                self.offline = load("offline", offline_flags, system.offline_body)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def measure(
+    loads: Loads, targets: SloTargets, options: Options, say: Callable[[str], None]
+) -> tuple[Figures, dict[str, Any]]:
+    """Run both loads on a server that runs; return the figures, and SGLang's reports.
 
     Raises:
         ServerError: a load failed or took longer than ``--run-timeout-s``.
-        ConfigError: a load's ``--extra-request-body`` cannot be used.
     """
-    common = ["--concurrency-ratio", str(options.steady_state_concurrency_ratio)]
-    # bench_serving would send the first request twice, and the cache would answer the second.
-    common += ["--warmup-requests", "0"]
-    if options.model_path is not None:
-        # It would look the served name up on Hugging Face, and retry where there is no network.
-        common += ["--model", options.model_path]
     limit_s = options.run_timeout_s
-    make_ready(base_url, limit_s)
-    with ExitStack() as stack:
-
-        def load(name: str, flags: list[str], body: Mapping[str, Any]) -> LoadProcess:
-            words = [*common, *with_body(flags, body)]
-            return stack.enter_context(LoadProcess(name, base_url, words, folder))
-
-        say("making requests")
-        seed = _SEED + 2 * (repeat - 1)
-        online = load("online", ["--seed", str(seed), *options.online], system.online_body)
-        offline = None
-        if system.has_offline:
-            offline_flags = ["--seed", str(seed + 1), *options.offline]
-            offline = load("offline", offline_flags, system.offline_body)
-            offline.wait_for("ready", limit_s)
-        online.wait_for("ready", limit_s)
-        if offline is not None:
-            say("offline load alone")
-            offline.go()
-            offline.wait_for("answered", limit_s)
-            time.sleep(options.warmup_s)
-        say("both loads" if offline is not None else "online load")
-        online.go()
-        found = online.result(limit_s)
-        if offline is None:
-            return _figures(targets, found), {"online": _record(found), "offline": None}
-        say("last offline answers")
-        offline.end()
-        beside = offline.result(limit_s)
+    make_ready(loads.base_url, limit_s)
+    online, offline = loads.online, loads.offline
+    say("making requests")
+    if offline is not None:
+        offline.wait_for("ready", limit_s)
+    online.wait_for("ready", limit_s)
+    if offline is not None:
+        say("offline load alone")
+        offline.go()
+        offline.wait_for("answered", limit_s)
+        time.sleep(options.warmup_s)
+    say("both loads" if offline is not None else "online load")
+    online.go()
+    found = online.result(limit_s)
+    if offline is None:
+        return _figures(targets, found), {"online": _record(found), "offline": None}
+    say("last offline answers")
+    offline.end()
+    beside = offline.result(limit_s)
     figures = _figures(targets, found, beside)
     return figures, {"online": _record(found), "offline": _record(beside)}
 
@@ -191,8 +214,10 @@ def _failed(load: LoadResult) -> int:
 
 
 def _record(load: LoadResult) -> dict[str, Any]:
-    """Return what SGLang reports, the same latencies by our definitions, and our own status."""
-    states = (load.report.get("server_info") or {}).get("internal_states") or ()
+    """Return SGLang's report, the same latencies by our definitions, and the server's own words:
+    its backends in effect, and the status of our schedulers."""
+    server = load.report.get("server_info") or {}
+    states = server.get("internal_states") or ()
     return {
         "bench_serving": {
             # An infinite rate is no JSON.
@@ -205,5 +230,6 @@ def _record(load: LoadResult) -> dict[str, Any]:
         "ended_s": load.ended_s,
         "unsent": load.unsent,
         "latencies": latency_report(load.timelines).to_dict(),
+        "backends": {name: server.get(name) for name in (*ATTENTION_SETTINGS, "sampling_backend")},
         "coserve": [state["coserve"] for state in states if "coserve" in state],
     }

@@ -89,6 +89,12 @@ class Options:
         "SGLang's: its steady state has this share of the peak concurrency (default: 0.8)",
         type=float,
     )
+    make_requests_early: bool = setting(
+        False,
+        "make the first repeat's requests while its server starts: saves seconds, where cores are "
+        "idle then",
+        action="store_true",
+    )
     ready_timeout_s: float = setting(600.0, "longest start of a server", type=float)
     run_timeout_s: float = setting(3600.0, "longest run of a load", type=float)
 
@@ -166,18 +172,24 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def parse_system(text: str) -> System:
-    """Return the system that ``NAME [FLAGS…]`` describes: a known one, with more server flags.
+    """Return the system of ``NAME[:LABEL] [FLAGS…]``: a known one, with more server flags.
+
+    Results name a system ``NAME:LABEL``, and a system without a label by the whole text.
 
     Raises:
-        ConfigError: the name is unknown, or a quotation does not end.
+        ConfigError: the name is unknown, the label is empty, or a quotation does not end.
     """
     try:
-        name, *flags = shlex.split(text) or [""]
+        first, *flags = shlex.split(text) or [""]
     except ValueError as error:
         raise ConfigError(f"--systems {text!r}: {error}") from error
+    name, colon, label = first.partition(":")
     if name not in SYSTEMS:
         raise ConfigError(f"--systems {name!r}: known are {', '.join(SYSTEMS)}")
-    return replace(SYSTEMS[name], name=text, flags=(*SYSTEMS[name].flags, *flags))
+    if colon and not label:
+        raise ConfigError(f"--systems {first!r}: give a label after the colon, or no colon")
+    shown = first if label else text
+    return replace(SYSTEMS[name], name=shown, flags=(*SYSTEMS[name].flags, *flags))
 
 
 def tuned_stock(searched: System, settings: Mapping[str, Any]) -> System:
@@ -203,7 +215,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--systems",
         nargs="+",
         metavar="NAME",
-        help=f"of {', '.join(SYSTEMS)}; 'NAME FLAGS' adds flags of its server "
+        help=f"of {', '.join(SYSTEMS)}; 'NAME FLAGS' adds flags of its server, and "
+        "'NAME:LABEL FLAGS' has a short name in the results "
         f"(default: {' '.join(_DEFAULT_SYSTEMS)})",
     )
     add(
@@ -224,11 +237,14 @@ def _systems(args: argparse.Namespace) -> tuple[tuple[System, ...], Mapping[str,
         words = args.systems or list(_DEFAULT_SYSTEMS)
         texts = [t for word in words for t in (word.split(",") if " " not in word else [word])]
         # Others' latencies are divided by its, and targets may come from it.
-        found = sorted(dict.fromkeys(texts), key=lambda text: text != ALONE)
-        return tuple(map(parse_system, found)), {}
+        systems = sorted(map(parse_system, dict.fromkeys(texts)), key=lambda s: s.name != ALONE)
+        names = [system.name for system in systems]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"--systems {twice.pop()!r}: two systems have this label")
+        return tuple(systems), {}
     if args.systems:
         raise ConfigError("--systems starts servers: with --base-url give NAME=URL instead")
-    systems, urls = [], {}
+    given, urls = [], {}
     for word in args.base_url:
         name, _, url = word.partition("=") if not word.startswith("http") else ("coserve", "", word)
         system = parse_system(name)
@@ -236,8 +252,8 @@ def _systems(args: argparse.Namespace) -> tuple[tuple[System, ...], Mapping[str,
             raise ConfigError(
                 f"--base-url {word}: give [NAME=]http://…, NAME a system, not searched"
             )
-        systems.append(system)
+        given.append(system)
         urls[system.name] = url.rstrip("/")
-    if len(urls) < len(systems):
+    if len(urls) < len(given):
         raise ConfigError("--base-url: each system can be given once")
-    return tuple(sorted(systems, key=lambda system: system.name != ALONE)), urls
+    return tuple(sorted(given, key=lambda system: system.name != ALONE)), urls

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from sglang_coserve import __version__
-from sglang_coserve.cli.batches import cancel, list_batches, results, status, top
+from sglang_coserve.cli.batches import cancel, delete, list_batches, results, status, top
 from sglang_coserve.cli.console import code_of_error, say
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, make_model, profile
 from sglang_coserve.cli.simulate import SeveralSlosCommand, replay, simulate
@@ -73,6 +73,7 @@ _add(submit, "submit prompts.jsonl --window 2h -o results.jsonl")
 _add(status, "status batch_1f0c")
 _add(list_batches, "list --limit 5")
 _add(cancel, "cancel batch_1f0c")
+_add(delete, "delete batch_1f0c")
 _add(results, "results batch_1f0c -o results.jsonl")
 _add(top, "top --base-url http://gpu-1:30000")
 _add(profile, "profile --model-path MODEL -o profile.json", context_settings=PROFILE_SETTINGS)
@@ -81,7 +82,7 @@ _add(
     "simulate --trace trace.csv --slo 'ttft p99 <= 300ms' -o report",
     cls=SeveralSlosCommand,
 )
-_add(replay, "replay plans.jsonl --export traffic")
+_add(replay, "replay plans.jsonl")
 _add(make_model, "make-model small-model")
 _add(version, "version")
 

@@ -1,4 +1,4 @@
-"""A server and its batches: coserve top, status, list, cancel and results."""
+"""A server and its batches: coserve top, status, list, cancel, delete and results."""
 
 from __future__ import annotations
 
@@ -158,6 +158,38 @@ def cancel(batch_id: BatchId, flags: BatchFlags) -> None:
 
 
 @takes(ServerFlags)
+def delete(
+    ids: Annotated[
+        list[str],
+        typer.Argument(metavar="BATCH|FILE...", help="Files, or batches that have ended."),
+    ],
+    flags: ServerFlags,
+) -> None:
+    """Delete files from the server: one, or a batch's input and results."""
+
+    async def ask(api: BatchApi) -> None:
+        for each in ids:
+            for file_id in await _files_of(api, each):
+                await api.delete(file_id)
+                say(f"deleted {file_id}")
+
+    _call(flags, ask)
+
+
+async def _files_of(api: BatchApi, named: str) -> list[str]:
+    from sglang_coserve.client.batch_api import FINAL_STATUSES
+
+    if not named.startswith("batch_"):
+        return [named]
+    batch = await api.retrieve(named)
+    if batch["status"] not in FINAL_STATUSES:
+        raise ConfigError(f"{named} is {batch['status']}: wait for its end, or cancel it first")
+    names = ("input_file_id", "output_file_id", "error_file_id")
+    files = [batch[name] for name in names if batch[name]]
+    return [file for file in files if await api.has_file(file)]
+
+
+@takes(ServerFlags)
 def results(
     batch_id: BatchId,
     output: Annotated[
@@ -238,9 +270,7 @@ def _details(batch: Batch) -> str:
     ]
     if extra.get("eta") is not None:
         rate = extra.get("rate_tokens_per_s") or 0.0
-        lines.append(f"expected to be complete {_time(extra['eta'])} (P50), at {rate:.1f} tokens/s")
-    if extra.get("eta_p95") is not None:
-        lines.append(f"and with 95% certainty by {_time(extra['eta_p95'])} (P95)")
+        lines.append(f"expected to be complete {_time(extra['eta'])}, at {rate:.1f} tokens/s")
     if extra.get("online_delay_s") is not None:
         lines.append(f"delayed online requests by {extra['online_delay_s']:.1f} s in all")
     if extra.get("warning"):

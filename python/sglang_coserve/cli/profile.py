@@ -115,7 +115,7 @@ class ProfileFlags:
 
     kind: str = flag(
         "best",
-        "polynomial, linear, roofline, split_linear, or best: the one with the least error",
+        "polynomial, roofline, or best: the one with the least error",
     )
     time_limit: float = flag(300.0, "Measure for this long, s; starting SGLang is extra.", min=1)
     max_shapes: int = flag(400, "Batches to measure.", min=1)

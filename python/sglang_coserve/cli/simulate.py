@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,8 +17,9 @@ from sglang_coserve.terminal import INTERRUPTED
 
 if TYPE_CHECKING:
     from sglang_coserve.recording.calls import ReplayedPlan, SchedulerSetup
+    from sglang_coserve.simulator.find_budget import BudgetSearch
     from sglang_coserve.simulator.observer import RunControl
-    from sglang_coserve.simulator.options import SimulationOptions
+    from sglang_coserve.simulator.sweep import Sweep
 
 
 @takes(SimulationFlags)
@@ -34,6 +34,15 @@ def simulate(
             "--find-budget",
             help="Find the largest --iteration-budget-ms with which --policy coserve or hygen"
             " meets every --slo; written to budget.json.",
+        ),
+    ] = False,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep",
+            help="Show what several slowdowns of streams, targets for gaps and sizes of stock"
+            " SGLang's mixed chunks bring offline work, and cost online requests; written to"
+            " sweep.json.",
         ),
     ] = False,
     event_log: Annotated[
@@ -58,10 +67,24 @@ def simulate(
     from sglang_coserve.simulator.report import table_text, write_report
 
     options = SimulationOptions(**vars(flags))
-    if find_budget:
+    if find_budget and sweep:
+        raise ConfigError("--find-budget and --sweep: use one of them")
+    if find_budget or sweep:
         if event_log:
-            raise ConfigError("--event-log: --find-budget writes no event log")
-        _find_budget(options, output, RunControl(time_limit, show=not quiet))
+            name = "--find-budget" if find_budget else "--sweep"
+            raise ConfigError(f"--event-log: {name} writes no event log")
+        control = RunControl(time_limit, show=not quiet)
+        if find_budget:
+            from sglang_coserve.simulator.find_budget import BudgetSearch
+
+            search = BudgetSearch(options, control)
+            _search(search, output / "budget.json", control)
+            if search.problem is not None:
+                raise typer.Exit(ExitCode.SOME_FAILED)
+        else:
+            from sglang_coserve.simulator.sweep import Sweep
+
+            _search(Sweep(options, control), output / "sweep.json", control)
         return
     with RunControl(time_limit, show=not quiet) as control:
         results = compare(options, output, control, event_log=event_log)
@@ -73,21 +96,16 @@ def simulate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _find_budget(options: SimulationOptions, directory: Path, control: RunControl) -> None:
-    from sglang_coserve.simulator.find_budget import BudgetSearch
-
-    search = BudgetSearch(options, control)
-    directory.mkdir(parents=True, exist_ok=True)
+def _search(search: BudgetSearch | Sweep, report: Path, control: RunControl) -> None:
+    """Run a search of several simulations, write its report, and print it."""
+    report.parent.mkdir(parents=True, exist_ok=True)
     with control:
         search.run()
-    report = directory / "budget.json"
     report.write_text(json.dumps(search.to_dict(), indent=2, allow_nan=False) + "\n", "utf-8")
     say(search.to_text(), newline=False)
     say(f"report: {report}")
     if control.is_interrupted:
         raise typer.Exit(INTERRUPTED)
-    if search.problem is not None:
-        raise typer.Exit(ExitCode.SOME_FAILED)
 
 
 class SeveralSlosCommand(TyperCommand):
@@ -118,33 +136,22 @@ def replay(
         Path, typer.Argument(metavar="PLANS.jsonl", help="What a server's --record-plans wrote.")
     ],
     plans: Annotated[bool, typer.Option("--plans", help="Show every plan.")] = False,
-    export: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIRECTORY",
-            help="Only write the traffic there, as traces and a profile for coserve simulate.",
-        ),
-    ] = None,
 ) -> None:
-    """Make recorded scheduling decisions again and compare.
+    """Make recorded plans again and compare.
 
-    Every plan starts from the recorded state of the engine. To see where other settings would
-    lead, --export the traffic, and run the command that it prints with them.
+    Every plan starts from the recorded state of the engine.
     Exits with 0, with 1 when a plan differs, with 2 when a file or flag cannot be used.
     """
     from sglang_coserve.errors import InputFileError, unreadable
     from sglang_coserve.recording.calls import replay
     from sglang_coserve.recording.file import read_recording
 
-    if export is not None:
-        _export(recording, export)
-        return
     num_plans = num_different = 0
     try:
-        with recording.open(encoding="utf-8", errors="replace") as lines:
-            setup, events = read_recording(lines, str(recording))
+        with recording.open("rb") as lines:
+            setup, steps = read_recording(lines, str(recording))
             say(_setup_text(setup))
-            for plan in replay(events, setup.make()):
+            for plan in replay(steps, setup.make()):
                 num_plans += 1
                 num_different += bool(plan.differences)
                 if plans or (plan.differences and num_different <= _MAX_SHOWN):
@@ -156,20 +163,6 @@ def replay(
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
-def _export(recording: Path, directory: Path) -> None:
-    from sglang_coserve.errors import InputFileError, unreadable
-    from sglang_coserve.simulator.recorded_traffic import RecordedTraffic
-
-    try:
-        with recording.open(encoding="utf-8", errors="replace") as lines:
-            traffic = RecordedTraffic(lines, str(recording))
-    except OSError as error:
-        raise InputFileError(unreadable(recording, error)) from error
-    flags = traffic.export(directory)
-    but_for = f", but for {', '.join(traffic.unsimulated)}" if traffic.unsimulated else ""
-    say(f"as recorded{but_for}:\n  {shlex.join(['coserve', 'simulate', *flags, '-o', 'recorded'])}")
-
-
 def _setup_text(setup: SchedulerSetup) -> str:
     from sglang_coserve.core.control.slo import format_slo
 
@@ -178,13 +171,15 @@ def _setup_text(setup: SchedulerSetup) -> str:
 
 
 def _comparison(plan: ReplayedPlan) -> str:
-    from sglang_coserve.recording.calls import plan_text
+    from sglang_coserve.recording.calls import plan_text, value_text
 
     head = f"#{plan.index} at {plan.snapshot.now_s:.6f} s: "
     if not plan.differences:
         return head + plan_text(plan.recorded)
-    return (
-        f"{head}{', '.join(plan.differences)} differ\n"
-        f"  recorded: {plan_text(plan.recorded)}\n"
-        f"  replayed: {plan_text(plan.replayed)}"
-    )
+    lines = [f"{head}{', '.join(plan.differences)} differ"]
+    for name in plan.differences:
+        recorded, replayed = (
+            value_text(getattr(each, name)) for each in (plan.recorded, plan.replayed)
+        )
+        lines.append(f"  {name}: recorded {recorded}, replayed {replayed}")
+    return "\n".join(lines)

@@ -53,12 +53,6 @@ class SubmitFlags(ServerFlags):
     priority: int | None = flag(
         None, "Batches of a higher one go first.", show_default="0", group=_BATCH
     )
-    best_effort: bool = flag(
-        False,
-        "Begin also where the window cannot be kept; what is not finished then, expires.",
-        "--best-effort",
-        group=_BATCH,
-    )
     no_batch: bool = flag(
         False,
         "Send the lines one by one from here, as to a server without a Batch API.",
@@ -113,8 +107,8 @@ def submit(
         retry_policy=RetryPolicy(retry_for_s=flags.retry_for, max_attempts=flags.max_attempts),
         max_line_bytes=flags.max_line_mib << 20,
     )
-    has_options = flags.window is not None or flags.priority is not None or flags.best_effort
-    batch_options = BatchOptions(flags.window or "24h", flags.priority or 0, flags.best_effort)
+    has_options = flags.window is not None or flags.priority is not None
+    batch_options = BatchOptions(flags.window or "24h", flags.priority or 0)
 
     wanted = flags.output
     if wanted and wanted.exists() and Path(source).exists() and wanted.samefile(source):

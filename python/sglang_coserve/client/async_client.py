@@ -201,13 +201,13 @@ class AsyncCoserveClient:
             if has_options:
                 reason = f", as those of {output} before" if is_begun else ""
                 raise ConfigError(
-                    "a window, a priority and best effort are for a batch that the server runs, and"
+                    "a window and a priority are for a batch that the server runs, and"
                     f" these lines are sent one by one{reason}: leave them out"
                 )
             return False
         is_on = await self.batches.is_on()
         if not is_on and (use_batch or has_options):
-            wanted = "a batch" if use_batch else "a window, a priority and best effort"
+            wanted = "a batch" if use_batch else "a window and a priority"
             raise ServerError(
                 f"the server has no Batch API, which {wanted} would need: start it with"
                 " --coserve-data-dir, or leave the lines to be sent one by one without these"

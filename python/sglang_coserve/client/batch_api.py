@@ -16,6 +16,7 @@ from sglang_coserve.client.calls import (
     CONNECT_TIMEOUT_S,
     Caller,
     Outage,
+    RefusedError,
     json_object,
     raise_if_refused,
     unusable,
@@ -34,6 +35,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "expires_at": 0,
     "request_counts": {"total": 0, "completed": 0, "failed": 0},
     "usage": {"total_tokens": 0, "input_tokens": 0, "output_tokens": 0},
+    "input_file_id": "",
     "output_file_id": None,
     "error_file_id": None,
     "coserve": {},
@@ -43,6 +45,9 @@ _DEFAULTS: Final[dict[str, Any]] = {
 _FAULT: Final[dict[str, Any]] = {"line": None, "message": ""}
 
 FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"})
+
+_OUTPUT_S: Final = 30 * 86_400
+"""The longest that the server takes."""
 
 _PIECE_BYTES: Final = 1 << 20
 """So much of a file is written and synced at once."""
@@ -121,12 +126,13 @@ class BatchApi(Caller):
         self, file_id: str, endpoint: str, window: str, key: str, options: Mapping[str, Any]
     ) -> Batch:
         """Begin a batch with these ``coserve`` options; the same ``key`` again returns the same
-        one."""
+        one. Its outputs expire 30 days after its end."""
         body = {
             "input_file_id": file_id,
             "endpoint": endpoint,
             "completion_window": window,
             "coserve": dict(options),
+            "output_expires_after": {"anchor": "created_at", "seconds": _OUTPUT_S},
         }
         headers = {"idempotency-key": key}
         return batch_of(await self._call("POST", "/v1/batches", json=body, headers=headers))
@@ -144,6 +150,20 @@ class BatchApi(Caller):
     async def cancel(self, batch_id: str) -> Batch:
         """Cancel a batch; finished lines keep their results."""
         return batch_of(await self._call("POST", f"{self._batches}/{batch_id}/cancel"))
+
+    async def has_file(self, file_id: str) -> bool:
+        """Return whether there is such a file."""
+        try:
+            await self._call("GET", f"/v1/files/{file_id}")
+        except RefusedError as error:
+            if error.code != "file_not_found":
+                raise
+            return False
+        return True
+
+    async def delete(self, file_id: str) -> None:
+        """Delete a file."""
+        await self._call("DELETE", f"/v1/files/{file_id}")
 
     async def view(self, since_s: float = 0.0) -> dict[str, Any]:
         """Return what ``/coserve/view`` says, with its history from a time on, in seconds since

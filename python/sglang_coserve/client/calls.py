@@ -223,6 +223,14 @@ def _raise_if_passing(answer: httpx.Response) -> None:
         raise _PassingError(f"HTTP {answer.status_code}: {_message(answer)}")
 
 
+class RefusedError(RequestError):
+    """The server says that the call is wrong; ``code`` is its word for what is."""
+
+    def __init__(self, message: str, code: str | None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def raise_if_refused(answer: httpx.Response) -> None:
     """Raise for an answer that is no success, for ``Caller`` what may pass by trying again."""
     status = answer.status_code
@@ -238,7 +246,7 @@ def raise_if_refused(answer: httpx.Response) -> None:
         raise ServerError(reason)
     if not _error(answer):
         raise RequestError(f"HTTP {status}: {unusable(answer, 'answer of a Batch API')}")
-    raise RequestError(reason)
+    raise RefusedError(reason, _error(answer).get("code"))
 
 
 def json_object(answer: httpx.Response) -> dict[str, Any]:

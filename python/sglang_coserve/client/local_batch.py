@@ -87,7 +87,7 @@ class LocalBatch:
         options: ClientOptions,
     ) -> None:
         """Take over open ``files`` and the ``server``, which are closed when the run ends."""
-        self.share = JobShare("", priority=0, weight=1.0, deadline_s=math.inf)
+        self.share = JobShare("", priority=0, deadline_s=math.inf)
         self._source = source
         self._files = files
         self._server = server

@@ -17,7 +17,12 @@ from sglang_coserve.durable_files import lock_file, unlock_file
 from sglang_coserve.errors import InputFileError, StorageError
 from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, read_lines
 from sglang_coserve.lines.result_log import ResultLog
-from sglang_coserve.lines.result_record import error_message, record_identity, usage_of
+from sglang_coserve.lines.result_record import (
+    RECORD_START,
+    error_message,
+    record_identity,
+    usage_of,
+)
 
 _READ_BYTES = 1 << 20
 
@@ -66,9 +71,26 @@ def locked(output: Path) -> Generator[None]:
     except OSError as error:
         raise InputFileError(f"cannot write {output}: {error.strerror}") from error
     try:
+        _check_alone(output)
         yield
     finally:
         unlock_file(lock)
+
+
+def _check_alone(output: Path) -> None:
+    """Refuse an output beside one that has the same error file: ``a`` beside ``a.jsonl``."""
+    stem = output.name.removesuffix(".jsonl")
+    twin = output.with_name(stem if stem != output.name else f"{stem}.jsonl")
+    try:
+        with twin.open("rb") as file:
+            is_output = file.read(len(RECORD_START)) in (b"", RECORD_START)
+    except OSError:
+        return
+    if is_output:
+        raise InputFileError(
+            f"failed lines of {output} and of {twin} would go to the same file,"
+            f" {errors_path(output)}: choose another output"
+        )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -19,10 +19,12 @@ from uuid import uuid4
 import msgspec
 
 from sglang_coserve.client.batch_api import FINAL_STATUSES, Batch, BatchApi
+from sglang_coserve.client.calls import RefusedError
 from sglang_coserve.client.output_files import errors_path, file_errors, locked
 from sglang_coserve.client.progress import JobState, JobStatus
 from sglang_coserve.durable_files import replace as replace_file
-from sglang_coserve.errors import InputFileError, RequestError, ServerError
+from sglang_coserve.durations import LONGEST_WINDOW_S, duration_s
+from sglang_coserve.errors import ConfigError, InputFileError, RequestError, ServerError
 from sglang_coserve.jsonl.lines import read_lines
 from sglang_coserve.lines.background import to_its_end
 from sglang_coserve.lines.result_log import ResultLog
@@ -124,15 +126,24 @@ class SubmissionFile:
             raise InputFileError(f"cannot write {self._path}: {error.strerror}") from error
 
 
+_GONE: Final = "file_not_found"
+_OTHER_OPTIONS: Final = "idempotency_conflict"
+"""Codes of errors."""
+
 _FIRST_POLL_S: Final = 0.05
 _MAX_POLL_S: Final = 2.0
 _MAX_SHOWN_FAULTS: Final = 5
+_MOST_PRIORITY: Final = 100
 _DEFAULT_ENDPOINT: Final = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """How a batch is to be served."""
+    """How a batch is to be served.
+
+    Raises:
+        ConfigError: a value that no server takes.
+    """
 
     window: str = "24h"
     """A duration: ``24h``, ``90m``, ``7d``."""
@@ -140,8 +151,19 @@ class BatchOptions:
     priority: int = 0
     """Batches of a higher one go first."""
 
-    best_effort: bool = False
-    """Take what is finished in time, where the server cannot keep the window."""
+    def __post_init__(self) -> None:
+        # Before anything is uploaded.
+        window_s = duration_s(self.window)
+        if window_s is None or not 0 < window_s <= LONGEST_WINDOW_S:
+            raise ConfigError(
+                f"the window {self.window!r} is no duration of up to 366 days: use 24h, 90m, 1h30m"
+                " or 7d"
+            )
+        if not -_MOST_PRIORITY <= self.priority <= _MOST_PRIORITY:
+            raise ConfigError(
+                f"the priority {self.priority} is not between {-_MOST_PRIORITY} and"
+                f" {_MOST_PRIORITY}"
+            )
 
 
 class ServerBatch:
@@ -190,6 +212,7 @@ class ServerBatch:
                 await asyncio.sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
                 batch = await self._api.retrieve(batch["id"])
+            await delete_input(self._api, batch["input_file_id"])
             if batch["status"] == "failed":
                 self._submission.remove()  # It served nothing: another input begins another one.
             check_outcome(batch, self._source)
@@ -212,11 +235,14 @@ class ServerBatch:
             return await begin_batch(
                 self._api, self._source, self._batch_options, submission, self._submission.save
             )
-        except RequestError:
-            # Unless an earlier run may have begun it, there is nothing to continue: the input may
-            # change, and the server.
-            if submission.input_file_id is None:
-                self._submission.remove()
+        except RequestError as error:
+            if isinstance(error, RefusedError) and error.code == _OTHER_OPTIONS:
+                raise ConfigError(
+                    f"{self._output} was begun with other options ({error}): use those, or remove"
+                    f" {submission_path(self._output)}"
+                ) from error
+            # There is nothing to continue: the input may change, and the server.
+            self._submission.remove()
             raise
 
 
@@ -262,24 +288,39 @@ async def begin_batch(
 ) -> Batch:
     """Upload ``source`` and begin its batch, from where ``submission`` says it was interrupted.
 
+    What was uploaded is deleted again when the server refuses the batch.
+
     Raises:
         InputFileError: ``source`` cannot be read.
         ServerError, RequestError: see ``BatchApi``.
     """
     endpoint = await asyncio.to_thread(_input_endpoint, source)
     file_id = submission.input_file_id
+    is_resumed = file_id is not None
     if file_id is None:
         file_id = await api.upload(source)
         submission = replace(submission, input_file_id=file_id)
         save(submission)
-    options: dict[str, Any] = {"priority": batch_options.priority}
-    if batch_options.best_effort:
-        options["best_effort"] = True
-    batch = await api.create(
-        file_id, endpoint, batch_options.window, submission.idempotency_key, options
-    )
+    options = {"priority": batch_options.priority}
+    try:
+        batch = await api.create(
+            file_id, endpoint, batch_options.window, submission.idempotency_key, options
+        )
+    except RefusedError as error:
+        if error.code == _GONE and is_resumed:
+            submission = Submission.new(submission.input_digest)
+            return await begin_batch(api, source, batch_options, submission, save)
+        if error.code != _OTHER_OPTIONS:
+            await delete_input(api, file_id)
+        raise
     save(replace(submission, batch_id=batch["id"]))
     return batch
+
+
+async def delete_input(api: BatchApi, file_id: str) -> None:
+    """Delete what was uploaded for a batch that needs it no more; if that fails, it expires."""
+    with suppress(RequestError, ServerError):
+        await api.delete(file_id)
 
 
 def _input_endpoint(source: Path) -> str:

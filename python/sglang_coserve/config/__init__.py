@@ -3,14 +3,12 @@
 from sglang_coserve.config.batch_api import BatchApiConfig
 from sglang_coserve.config.coserve import (
     FIELDS_WITHOUT_EFFECT,
-    OFFLINE_OBJECTIVES,
     OFFLINE_POLICIES,
     CoserveConfig,
 )
 
 __all__ = [
     "FIELDS_WITHOUT_EFFECT",
-    "OFFLINE_OBJECTIVES",
     "OFFLINE_POLICIES",
     "BatchApiConfig",
     "CoserveConfig",

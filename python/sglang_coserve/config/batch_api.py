@@ -62,6 +62,7 @@ class BatchApiConfig(FlagSettings):
         None,
         "Address that is told when a batch has ended. The secret to sign with is in the "
         "environment variable COSERVE_WEBHOOK_SECRET.",
+        is_secret=True,
         metavar="URL",
     )
 

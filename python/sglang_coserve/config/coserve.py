@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, get_args
+from typing import Annotated, Any, Final, get_args
 
 from sglang_coserve.config.batch_api import BatchApiConfig
 from sglang_coserve.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, flag, setting
+from sglang_coserve.core.control.objective import Objective, parse_slowdown
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic, parse_slo
 from sglang_coserve.core.engine_load import Pool
-from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.logs import LOG_FORMATS
 
-OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
+OFFLINE_POLICIES = ("coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 
 OFFLINE_OBJECTIVES = (
@@ -25,40 +24,51 @@ OFFLINE_OBJECTIVES = (
 )
 """What gateways of llm-d's guides call requests that nobody waits for."""
 
+_UTILITY: Final = {"offline_utility_ratio": "utility_ratio"}
+_POLICY_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "coserve": _UTILITY,
+        "conserve": {},
+        "hygen": {**_UTILITY, "step_prefill_tokens": "step_prefill_tokens"},
+        "bros": {"base_batch_requests": "base_batch_requests"},
+        "ooco": {"offline_random_picks": "random_picks"},
+        "non_preemptive": {},
+    }
+)
+"""Fields that are settings of a policy, by policy, each with the name of the setting
+(``core.policies``). Other policies do not have the setting."""
+
 _BUDGET, _SHEDDING = "iteration_budget_ms", "overload"
-_UTILITY, _RANDOM = "offline_utility_ratio", "offline_random_picks"
-_CHUNK, _BASE = "step_prefill_tokens", "base_batch_requests"
 _SAFEPOINTS = ("safepoint_interval", "safepoint_decode_graphs")
-
-FIELDS_WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_NOT_USED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "fifo": (
-            *(_BUDGET, _SHEDDING, _UTILITY, _RANDOM, _CHUNK, _BASE),
-            *("startup_profile_seconds", "record_plans", "online_slowdown", *_SAFEPOINTS),
-        ),
-        "coserve": (_RANDOM, _CHUNK, _BASE),
-        "conserve": (_BUDGET, _UTILITY, _RANDOM, _CHUNK, _BASE),
-        "hygen": (_RANDOM, _BASE),
-        "bros": (_BUDGET, "offline_max_running", _SHEDDING, _UTILITY, _RANDOM, _CHUNK),
-        "ooco": (_BUDGET, _UTILITY, _CHUNK, _BASE),
-        "non_preemptive": (_BUDGET, _UTILITY, _RANDOM, _CHUNK, _BASE, *_SAFEPOINTS),
+        "coserve": (),
+        "conserve": (_BUDGET,),
+        "hygen": (),
+        "bros": (_BUDGET, "offline_max_running", _SHEDDING),
+        "ooco": (_BUDGET,),
+        "non_preemptive": (_BUDGET, "stream_slowdown", *_SAFEPOINTS),
     }
 )
-"""By policy: what it would not act on, and is refused with it (``test_settings_act``)."""
+"""Fields for all policies that have no effect under a policy, by policy."""
 
-_COPIES = tuple(mode.value for mode in CheckpointMode if mode is not CheckpointMode.OFF)
-_CHECKPOINT_MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "kv_checkpoint_host_gb": _COPIES,
-        "kv_checkpoint_watermark": (CheckpointMode.PRESSURE.value,),
-        "kv_move_dir": _COPIES,
-    }
+
+def _without_effect(policy: str) -> tuple[str, ...]:
+    of_policies = dict.fromkeys(name for names in _POLICY_SETTINGS.values() for name in names)
+    of_others = [name for name in of_policies if name not in _POLICY_SETTINGS[policy]]
+    return (*_NOT_USED[policy], *of_others)
+
+
+FIELDS_WITHOUT_EFFECT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {policy: _without_effect(policy) for policy in OFFLINE_POLICIES}
 )
-"""By flag: the modes of --kv-checkpoint that it is for."""
+"""Fields without effect under a policy, by policy; refused (``test_settings_act``)."""
+
+NO_CHECKPOINTS = "off"
+CHECKPOINT_STRATEGIES = ("eager", "lazy")
+"""Ways to choose when the KV of offline requests is copied to host memory."""
 
 _AUTO = "auto"
-_SLOWDOWN = "10%"
-"""What --online-slowdown is where nobody says anything about targets or policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +104,28 @@ class CoserveConfig(BatchApiConfig):
     )
     online_slowdown: str | None = setting(
         None,
-        "How much longer than without offline work P99 TTFT and the P99 gap between tokens may "
-        "be, as predicted: docs/policies.md. By default 10% where no target and no "
-        "--offline-policy is given.",
+        "How much longer than without offline work the P99 TTFT of online requests may be. By "
+        "default 10% under the policy coserve, unless a target for TTFT is given.",
+        metavar="PERCENT",
+    )
+    stream_slowdown: str | None = setting(
+        None,
+        "How much longer than without offline work a step with online decodes may take: with "
+        "100% streams keep at least half of their speed. A target for tpot or tbt replaces it. By "
+        "default 100% under the policy coserve.",
         metavar="PERCENT",
     )
     offline_policy: str = setting(
         _AUTO,
-        "When offline requests run. fifo: first come, first served, whenever no online request "
-        "waits. The others plan every step with a latency model, against the targets. auto: "
-        "coserve.",
+        "When offline requests run: how every step is planned with a latency model, against the "
+        "targets. auto: coserve.",
         choices=(_AUTO, *OFFLINE_POLICIES),
     )
     overload: str = setting(
         "best_effort",
         "What to do when online requests alone cannot meet their targets. best_effort: serve "
         "them all, late. shed: refuse those that can no longer meet their TTFT target, with "
-        "503 and Retry-After. For policies that plan.",
+        "503 and Retry-After.",
         choices=tuple(overload.value for overload in Overload),
     )
     offline_objectives: tuple[str, ...] = setting(
@@ -120,6 +135,14 @@ class CoserveConfig(BatchApiConfig):
         "online. * stands for any text.",
         nargs="+",
         metavar="NAME",
+    )
+    offline_priority_below: float | None = setting(
+        None,
+        "Requests with a lower priority are offline: x-dynamo-request-priority, else "
+        "nvext.agent_hints.priority, else priority, where nothing else names a class. By default "
+        "no number names one.",
+        type=float,
+        metavar="N",
     )
     offline_utility_ratio: Annotated[float | None, SHARE] = setting(
         None,
@@ -197,29 +220,22 @@ class CoserveConfig(BatchApiConfig):
     )
     record_plans: str | None = setting(
         None,
-        "Write every scheduling decision and what it was made from to this file, for coserve "
-        "replay; numbered where it exists. Holds prompts' token ids.",
+        "Write one JSON line for each step to this file: snapshot, plan and results, for coserve "
+        "replay. Numbered where the file exists. Holds prompts' token ids.",
         metavar="PLANS.jsonl",
     )
 
     kv_checkpoint: str = setting(
-        CheckpointMode.OFF.value,
+        NO_CHECKPOINTS,
         "When the KV of offline requests is copied to host memory. eager: as it is made. lazy: "
-        "when it is reclaimed, while online requests wait. pressure: as eager, while the "
-        "device's KV memory is nearly full (docs/kv_checkpoint.md).",
-        choices=tuple(mode.value for mode in CheckpointMode),
+        "when it is reclaimed, while online requests wait (docs/kv_checkpoint.md).",
+        choices=(NO_CHECKPOINTS, *CHECKPOINT_STRATEGIES),
     )
     kv_checkpoint_host_gb: Annotated[float | None, POSITIVE] = setting(
         None,
         "Host memory for KV, in GB for each GPU; by default twice the device's KV memory.",
         type=float,
         metavar="GB",
-    )
-    kv_checkpoint_watermark: Annotated[float, SHARE] = setting(
-        0.8,
-        "Part of the device's KV memory in use above which --kv-checkpoint pressure copies.",
-        type=float,
-        metavar="SHARE",
     )
     kv_move_dir: str | None = setting(
         None,
@@ -262,11 +278,9 @@ class CoserveConfig(BatchApiConfig):
         for name in ("slo", "offline_objectives"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # argparse makes a list.
         BatchApiConfig.__post_init__(self)
-        slos = self.slos()  # Raises for one that is none.
         if self.offline_policy == _AUTO:
             object.__setattr__(self, "offline_policy", "coserve")
-            if not slos:
-                object.__setattr__(self, "online_slowdown", _SLOWDOWN)
+        self.objective()  # Raises for a target that cannot be read.
         _check_kv_checkpoint(self)
         _check_pool(self)
         self._refuse_flags_without_effect()
@@ -285,28 +299,10 @@ class CoserveConfig(BatchApiConfig):
                     f"{flag(name)} has no effect with --offline-policy {self.offline_policy}: "
                     "leave it out, or choose another policy"
                 )
-        if self.offline_policy == "fifo" and any(slo.limit_s is None for slo in self.slos()):
-            raise ConfigError(
-                f"{flag('slo')}: a target relative to online requests alone has no effect with "
-                "--offline-policy fifo, which predicts nothing: choose another policy"
-            )
-
-    @property
-    def checkpoint_mode(self) -> CheckpointMode:
-        """When KV is copied to the host."""
-        return CheckpointMode(self.kv_checkpoint)
-
-    @property
-    def keeps_deadlines(self) -> bool:
-        """True when offline requests are served by their deadlines."""
-        return self.offline_policy != "fifo"
 
     @property
     def ignores_targets(self) -> bool:
-        """True when plans look at no targets, so that requests cannot bring their own.
-
-        Under fifo there are no plans: there a target says by what a request is judged.
-        """
+        """True when plans look at no targets, so that requests cannot bring their own."""
         return self.offline_policy == "non_preemptive" and self.overload != Overload.SHED.value
 
     @property
@@ -314,8 +310,18 @@ class CoserveConfig(BatchApiConfig):
         """True when online requests are refused by plans, also without offline ones."""
         return self.overload == Overload.SHED.value
 
+    def policy_settings(self) -> dict[str, Any]:
+        """Return the settings of the policy that were given, by their names there."""
+        names = _POLICY_SETTINGS[self.offline_policy]
+        given = {setting: getattr(self, name) for name, setting in names.items()}
+        return {setting: value for setting, value in given.items() if value is not None}
+
     def slos(self) -> tuple[Slo, ...]:
-        """Return all SLOs; a target for every request counts as one for P99."""
+        """Return the SLOs of the objective."""
+        return self.objective().slos
+
+    def objective(self) -> Objective:
+        """Return what online requests are promised; a target for every request counts for P99."""
         targets = (
             Slo(latency, Statistic.P99, limit_s=limit_ms / 1e3)
             for latency, limit_ms in (
@@ -324,23 +330,23 @@ class CoserveConfig(BatchApiConfig):
             )
             if limit_ms is not None
         )
-        relative: tuple[Slo, ...] = ()
-        if self.online_slowdown is not None:
-            tolerance = _slowdown(self.online_slowdown)
-            relative = (
-                Slo(Latency.TTFT, Statistic.P99, tolerance=tolerance),
-                Slo(Latency.TBT, Statistic.P99, tolerance=tolerance),
+        slowdowns = (
+            None if text is None else parse_slowdown(text, flag(name))
+            for name, text in (
+                ("online_slowdown", self.online_slowdown),
+                ("stream_slowdown", self.stream_slowdown),
             )
-        return (*targets, *map(_slo, self.slo), *relative)
+        )
+        return Objective.of(self.offline_policy, (*targets, *map(_slo, self.slo)), *slowdowns)
 
 
 def _check_kv_checkpoint(config: CoserveConfig) -> None:
     changed = config.changed()
-    for name, useful in _CHECKPOINT_MODES.items():
-        if name in changed and config.kv_checkpoint not in useful:
+    for name in ("kv_checkpoint_host_gb", "kv_move_dir"):
+        if name in changed and config.kv_checkpoint == NO_CHECKPOINTS:
             raise ConfigError(
-                f"{flag(name)} has no effect with {flag('kv_checkpoint')} "
-                f"{config.kv_checkpoint}: leave it out, or choose {' or '.join(useful)}"
+                f"{flag(name)} has no effect with {flag('kv_checkpoint')} {NO_CHECKPOINTS}: "
+                f"leave it out, or choose {' or '.join(CHECKPOINT_STRATEGIES)}"
             )
 
 
@@ -353,9 +359,7 @@ def _check_pool(config: CoserveConfig) -> None:
             "another engine would be computed again there"
         )
     if config.pool == "strict" and (
-        config.offline_policy == "fifo"
-        or config.ignores_targets
-        or all(slo.latency is Latency.TTFT for slo in config.slos())
+        config.ignores_targets or all(slo.latency is Latency.TTFT for slo in config.slos())
     ):
         raise ConfigError(
             f"{flag('pool')} strict needs a bound on the time between tokens and a policy that "
@@ -369,13 +373,3 @@ def _slo(text: str) -> Slo:
         return parse_slo(text)
     except ConfigError as error:
         raise ConfigError(f"{flag('slo')}: {error}") from error
-
-
-def _slowdown(text: str) -> float:
-    """Return a percentage as a fraction."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", text.strip(), re.ASCII)
-    if match is None:
-        raise ConfigError(
-            f"{flag('online_slowdown')} must be a percentage such as 10%, got {text!r}"
-        )
-    return float(match[1]) / 100

@@ -50,12 +50,15 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     raise ConfigError(message)
 
 
-def setting(default: Any, doc: str, *, is_off_at_zero: bool = False, **cli: Any) -> Any:
+def setting(
+    default: Any, doc: str, *, is_off_at_zero: bool = False, is_secret: bool = False, **cli: Any
+) -> Any:
     """Return a field whose docstring is also the help of its flag.
 
-    With ``is_off_at_zero`` its 0 asks for nothing, so that it may always be given.
+    With ``is_off_at_zero`` its 0 asks for nothing, so that it may always be given. With
+    ``is_secret`` its value is never shown.
     """
-    metadata = {"doc": doc, "cli": cli, "is_off_at_zero": is_off_at_zero}
+    metadata = {"doc": doc, "cli": cli, "is_off_at_zero": is_off_at_zero, "is_secret": is_secret}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -118,8 +121,12 @@ class FlagSettings:
         return cls(**{name: value for name, value in values.items() if name in names})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return dataclasses.asdict(self)
+        """Return the settings as plain JSON values, with stars for a secret that is set."""
+        values = dataclasses.asdict(self)
+        for field in dataclasses.fields(self):
+            if field.metadata["is_secret"] and values[field.name] is not None:
+                values[field.name] = "***"
+        return values
 
     def changed(self) -> set[str]:
         """Return the names of the settings that ask for something else than the defaults do."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,10 @@ from sglang_coserve.errors import ConfigError, unreadable
 _PREFIX: Final = "COSERVE_"
 _OWN: Final = "coserve_"
 """Left out of names: --coserve-data-dir is data_dir, and COSERVE_DATA_DIR."""
+
+_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
+"""How the address of a Service begins. Beside one called coserve Kubernetes sets COSERVE_PORT to it
+in each container of the namespace; no port is meant."""
 
 _SWITCHES: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("0", "false", "no", "off"), False
@@ -53,7 +58,7 @@ class Settings:
     def one(self, name: str) -> str | None:
         """Return a setting of environment or file, before the command's flags are known; None if
         there is none."""
-        value = os.environ.get(f"{_PREFIX}{name.upper()}") or self._in_file.get(name)
+        value = _in_environment(name) or self._in_file.get(name)
         return None if value is None else str(value)
 
     def command_line(self, parser: argparse.ArgumentParser) -> list[str]:
@@ -77,12 +82,18 @@ class Settings:
             variable = f"{_PREFIX}{name.upper()}"
             if not given.isdisjoint(action.option_strings):
                 continue
-            if found := os.environ.get(variable):
+            if found := _in_environment(name):
                 value = _parts(found, variable) if _takes_several(action) else found
                 flags += _flags(action, value, variable)
             elif name in self._in_file:
                 flags += _flags(action, self._in_file[name], f"{self._file}: {name}")
         return [*flags, *self._rest]
+
+
+def _in_environment(name: str) -> str | None:
+    value = os.environ.get(f"{_PREFIX}{name.upper()}")
+    is_link = name.endswith("port") and value is not None and _LINK.match(value)
+    return None if is_link else value
 
 
 def _settable(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, argparse.Action]]:

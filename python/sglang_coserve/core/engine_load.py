@@ -68,14 +68,14 @@ class ReplicaLoad(JsonDocument):
     """Those that online requests can reclaim: of offline requests alone, or only cached. The rest
     is free."""
 
-    reclaim_s: NonNegativeFloat | None = None
+    reclaim_s: NonNegativeFloat
     """How long an online request is predicted to wait for them: until the step under way can be
-    suspended, or ends. None where no latency model predicts."""
+    suspended, or ends."""
 
-    headroom_tokens_per_s: NonNegativeFloat | None = None
+    headroom_tokens_per_s: NonNegativeFloat
     """Prompt and output tokens a second that offline work would get now, predicted: the rate of an
     engine without online requests, by the part of the time that they leave and that offline work
-    may fill. None where no latency model predicts."""
+    may fill. 0 once offline work has stopped."""
 
     max_lines: NonNegativeInt
     """Offline requests, of the length of those that are there, that fit in at a time beside the
@@ -151,18 +151,15 @@ def total(loads: Sequence[ReplicaLoad]) -> ReplicaLoad:
     """Return the load of a server with these replicas, at least one.
 
     Counts and rates add up. A request goes to any replica, so the time to reclaim is the longest.
-    What one replica does not know nobody knows.
     """
-    reclaims_s = [load.reclaim_s for load in loads if load.reclaim_s is not None]
-    rates = [load.headroom_tokens_per_s for load in loads if load.headroom_tokens_per_s is not None]
     return ReplicaLoad(
         online=_together([load.online for load in loads]),
         offline=_together([load.offline for load in loads]),
         kv_tokens=sum(load.kv_tokens for load in loads),
         online_kv_tokens=sum(load.online_kv_tokens for load in loads),
         reclaimable_kv_tokens=sum(load.reclaimable_kv_tokens for load in loads),
-        reclaim_s=max(reclaims_s) if len(reclaims_s) == len(loads) else None,
-        headroom_tokens_per_s=sum(rates) if len(rates) == len(loads) else None,
+        reclaim_s=max(load.reclaim_s for load in loads),
+        headroom_tokens_per_s=sum(load.headroom_tokens_per_s for load in loads),
         max_lines=sum(load.max_lines for load in loads),
         pool=loads[0].pool,
         wants=_wanted([load.wants for load in loads]),
@@ -195,21 +192,20 @@ def wanted_lines(
     offline: Sequence[int],
     *,
     tpot_s: float | None,
-    gap_share: float,
     free_kv_tokens: int,
     free_requests: int,
     runs_all: bool,
 ) -> WantedLines | None:
     """Return the lines that a strict engine would take over; None for none.
 
-    ``online`` and ``offline`` are the tokens of context of each request that runs; offline work may
-    have ``gap_share`` of what the online ones leave of ``tpot_s``. ``runs_all``: no offline request
-    waits. Online ones wait for their first token alone.
+    ``online`` and ``offline`` are the context tokens of each request that runs. ``tpot_s`` is the
+    longest time of a step, in seconds. ``runs_all``: no offline request waits. Waiting online
+    requests do not count.
     """
     preference = preferred_length(
         model,
         StepStats.of(decodes=(*online, *offline)),
-        step_bound_s(model, StepStats.of(decodes=online), tpot_s, gap_share),
+        step_bound_s(model, StepStats.of(decodes=online), tpot_s),
         free_kv_tokens,
         includes_all=runs_all,
     )

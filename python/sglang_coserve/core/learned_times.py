@@ -70,6 +70,46 @@ class ServiceTime:
         return prefill_s + request.expected_tokens_left * token_s
 
 
+_SHAPE_WEIGHT: Final = 1 / 64
+"""Weight of one request in the mean lengths of offline requests."""
+
+
+class OfflineShape:
+    """Mean lengths of the last offline requests."""
+
+    def __init__(self) -> None:
+        self._started = self._computed_tokens = 0.0
+        self._output_tokens = MovingMean(_SHAPE_WEIGHT)
+
+    def started(self) -> None:
+        """Record that an offline request was admitted."""
+        keep = 1 - _SHAPE_WEIGHT
+        self._started = keep * self._started + 1
+        self._computed_tokens *= keep
+
+    def computed(self, result: StepResult) -> None:
+        """Record the offline prompt tokens of a step. O(online requests of the step)."""
+        online_tokens = sum(tokens for _, tokens in result.online_chunks)
+        self._computed_tokens += result.batch.prefill_tokens - online_tokens
+
+    def ended(self, output_tokens: int) -> None:
+        """Record that an offline request has ended with so many output tokens."""
+        self._output_tokens.add(output_tokens)
+
+    def mean_tokens(self, next_request: QueuedRequest) -> tuple[float, float]:
+        """Return the mean computed tokens of a prompt, and of an output.
+
+        Unknown means are the lengths that ``next_request`` is expected to have.
+        """
+        prompt_tokens = float(next_request.num_prompt_tokens)
+        if self._output_tokens.count:
+            prompt_tokens = self._computed_tokens / self._started
+        output_tokens = float(next_request.expected_tokens_left)
+        if self._output_tokens.count:
+            output_tokens = self._output_tokens.value
+        return prompt_tokens, output_tokens
+
+
 _PROMPT_TOKENS: Final = 256
 _OUTPUT_TOKENS: Final = 256
 """Assumed lengths, as no request has been seen yet."""

@@ -50,17 +50,10 @@ def preferred_length(
     return group or 1, longest
 
 
-def step_bound_s(
-    model: LatencyModel, online: StepStats, tpot_s: float | None, gap_share: float
-) -> float:
-    """Return how long a decode step may take: of the slack of the ``online`` decodes offline ones
-    may have ``gap_share``. Infinite without a target."""
-    if tpot_s is None:
-        return math.inf
-    if online.is_empty:
-        return tpot_s
-    online_s = model.predict(online)
-    return online_s + gap_share * max(0.0, tpot_s - online_s)
+def step_bound_s(model: LatencyModel, online: StepStats, tpot_s: float | None) -> float:
+    """Return the longest time of a decode step, in seconds: the target, but at least what the
+    ``online`` decodes take. Infinite without a target."""
+    return math.inf if tpot_s is None else max(tpot_s, model.predict(online))
 
 
 def requests_to_pull(

@@ -12,6 +12,7 @@ from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
+from sglang_coserve.core.validation import check_ranges
 
 _RANK: Final = MappingProxyType(
     {
@@ -33,6 +34,11 @@ class Policy(ABC):
 
     ``compose`` must depend only on its arguments and the policy's state, and must not change
     that state. Only ``update``, ``retracted`` and ``finished`` may change it.
+
+    A policy is a dataclass, and its fields are its settings.
+
+    Raises:
+        ConfigError: on construction, when a setting is out of range; the message names it.
     """
 
     name: ClassVar[str]
@@ -42,6 +48,18 @@ class Policy(ABC):
 
     lets_arrivals_wait: ClassVar[bool] = False
     """Whether such a step runs to its end if the first token of an arrival is in time even so."""
+
+    averages_tpot: ClassVar[bool] = False
+    """True if a TPOT target is the mean over a request. False, as in the papers, if it limits
+    each gap."""
+
+    protects_prefixes: ClassVar[bool] = False
+    """True if offline requests leave KV to the prefixes that online requests come back to. False,
+    as in the papers, if they take all KV."""
+
+    def __post_init__(self) -> None:
+        """Check the settings, which are the fields of a policy."""
+        check_ranges(self, f"policy {self.name}: {{}}".format)
 
     @abstractmethod
     def compose(self, batch: StepBuilder) -> None:

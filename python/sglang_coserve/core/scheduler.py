@@ -10,11 +10,12 @@ from typing import Final
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
+from sglang_coserve.core.control.shadow_kv import UNPROTECTED, Protection, ShadowKv
 from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model.model import LatencyModel, Sample
 from sglang_coserve.core.learned_model import LearnedModel, PredictionError
-from sglang_coserve.core.learned_times import MovingMean, ServiceTime
-from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
+from sglang_coserve.core.learned_times import MovingMean, OfflineShape, ServiceTime
+from sglang_coserve.core.offline_queue import OfflineQueue, PackedTokens, QueuedRequest
 from sglang_coserve.core.planning.lanes import (
     is_late_behind,
     is_stuck,
@@ -28,8 +29,10 @@ from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo, SuspendedStep
-from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
+from sglang_coserve.core.step import Bound, Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.core.work_log import WorkLog
+
+_NO_TOKENS: Final = PackedTokens(b"")
 
 _RESUME_WEIGHT: Final = 1 / 64
 """Weight of one step in the mean cost of a suspension: as many as average an error of the latency
@@ -72,11 +75,13 @@ class Scheduler:
         """
         self._advisory = advisory or Advisory()
         self._policy = policy
-        self.interference = Interference(slos, model, engine)
+        self._config = config or SchedulerConfig()
+        self.interference = Interference(
+            slos, model, engine, stream_slowdown=self._config.stream_slowdown
+        )
         """Latencies of online requests compared with the no-interference baseline."""
 
         self._allowance = self.interference.allowance
-        self._config = config or SchedulerConfig()
         self.queue = OfflineQueue(policy.queue_config(self._config.seed))
         """The waiting offline requests."""
 
@@ -87,6 +92,7 @@ class Scheduler:
 
         self._mixes_decodes = engine is not None and engine.mixes_decodes
         self._service_time = ServiceTime()
+        self._offline_shape = OfflineShape()
         self._resume_s = MovingMean(_RESUME_WEIGHT)
         """What suspended steps took beyond their predicted time, per suspension. Without this the
         latency model would have to learn it, which predicts steps that are not suspended, too."""
@@ -96,8 +102,8 @@ class Scheduler:
         before it in which some waited."""
 
         self._next_step = 0
-        self._in_flight: dict[int, tuple[StepPlan, float]] = {}
-        """Each with how long an arrival might wait for it when it began."""
+        self._in_flight: dict[int, StepPlan] = {}
+        """Started plans by step number."""
 
         self.work = WorkLog()
 
@@ -111,16 +117,39 @@ class Scheduler:
         """Error of the model's predictions, each made before it was corrected by that step."""
         return self._learned.error
 
-    def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
+    def online_lease_s(self, now_s: float) -> float:
+        """Return for how many seconds the engine should keep a prefix of an online request after
+        its last use, while it has another prefix to evict."""
+        kv = self._protected_kv
+        return 0.0 if kv is None else kv.lease_s(now_s)
+
+    def protection(self, now_s: float) -> Protection:
+        """Return the KV that offline requests leave to the prefixes of online requests."""
+        kv = self._protected_kv
+        return UNPROTECTED if kv is None else kv.protection(now_s)
+
+    @property
+    def _protected_kv(self) -> ShadowKv | None:
+        return self.interference.kv if self._policy.protects_prefixes else None
+
+    @property
+    def fillable_share(self) -> float:
+        """Share, 0 to 1, of a step with online decodes that offline work may fill."""
+        slowdown = self._config.stream_slowdown
+        if slowdown is None or self._allowance.targets.token_s is not None:
+            return 1.0
+        return slowdown / (1 + slowdown)
+
+    def arrived(self, info: RequestInfo, token_ids: PackedTokens = _NO_TOKENS) -> None:
         """Record the arrival of an online request; to be called in order of arrival. O(1).
 
         Requests that are not reported here are left out of the baseline and of all learning.
-        ``cached_tokens`` of the prompt are in the prefix cache.
+        ``token_ids`` is the prompt; empty if unknown, and then no prefix is found for it.
         """
         beside_offline = self.queue.num_running > 0
         self._advisory.tell(
             "judgement",
-            *(self.interference.arrived, info, cached_tokens),
+            *(self.interference.arrived, info, token_ids),
             beside_offline=beside_offline,
         )
 
@@ -149,6 +178,10 @@ class Scheduler:
         """
         self.queue.no_room(rid)
 
+    def flushed(self) -> None:
+        """Record that the engine has emptied its prefix cache, as it would have alone."""
+        self.interference.flushed()
+
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """Return the plan of the next step, without changing any state.
 
@@ -171,7 +204,7 @@ class Scheduler:
         if has_prompts or can_resume:
             shared.keep_paused()
         if can_resume and not has_prompts:
-            shared.offline_budget_s = 0.0  # The decodes are due: no offline work beside them.
+            shared.limit_offline(0.0, Bound.GAP)
         if self._compose(shared).memory.lacks_kv:
             return StepPlan(step=self._next_step, drops=True)
         return shared.build()
@@ -196,10 +229,11 @@ class Scheduler:
         planned = {chunk.rid for chunk in plan.prefills}
         assert {chunk.rid for chunk in chunks} <= planned, f"step {plan.step} has other prefills"
         self._next_step += 1
-        self._in_flight[plan.step] = plan, self._allowance.arrival_s
+        self._in_flight[plan.step] = plan
         for chunk in chunks:
             if chunk.rid in self.queue:
                 self.queue.take(chunk.rid)
+                self._offline_shape.started()
         before_s = self._added_s if plan.waits_online else 0.0
         self._added_s = before_s + plan.added_s
 
@@ -212,22 +246,23 @@ class Scheduler:
         Raises:
             InputFileError: the measured time is not positive.
         """
-        plan, arrival_s = None, math.inf
+        plan = None
         if result.step is not None:
             assert result.step in self._in_flight, f"step {result.step} is not in flight"
-            plan, arrival_s = self._in_flight.pop(result.step)
+            plan = self._in_flight.pop(result.step)
         # Requests are where they are, whatever is learned from here on.
         tell = self._advisory.tell
         online_s, offline_s = self._advisory.ask(
             "latency model", lambda: self._split(plan, result), (0.0, 0.0)
         )
-        tell("work log", self.work.ended, plan, arrival_s, result, online_s, offline_s)
+        tell("work log", self.work.ended, plan, result, online_s, offline_s)
         if plan is not None and result.batch.is_empty:
             return
         tell("judgement", self._learn_from_tokens, result, offline_s)
         tell("service time", self._service_time.observe, result, is_busy=self.queue.num_running > 0)
         if result.batch.is_empty:
             return
+        tell("offline shape", self._offline_shape.computed, result)
         if plan is not None:
             tell("policy", self._policy.update, plan, result)
         if result.seconds is not None:
@@ -244,10 +279,23 @@ class Scheduler:
         self.queue.restore(replace(request, estimated_service_s=service_s))
         self._policy.retracted()
 
-    def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
-        """Remove a request of either class that has ended."""
-        self._advisory.tell("judgement", self.interference.ended, rid, ending)
+    def finish(
+        self,
+        rid: str,
+        ending: Ending = Ending.COMPLETE,
+        *,
+        token_ids: PackedTokens = _NO_TOKENS,
+        output_tokens: int = 0,
+    ) -> None:
+        """Remove a request of either class that has ended.
+
+        ``token_ids`` are the prompt and output of an online request; empty if unknown, and then
+        later requests do not find the output. ``output_tokens`` is the length of the output.
+        """
+        self._advisory.tell("judgement", self.interference.ended, rid, ending, token_ids)
         if self.queue.is_running(rid):
+            if ending is Ending.COMPLETE:
+                self._offline_shape.ended(output_tokens)
             self._policy.finished()
             self.queue.remove(rid)
         elif rid in self.queue:
@@ -271,7 +319,7 @@ class Scheduler:
 
         def within(budget_s: float) -> StepBuilder:
             batch = StepBuilder(shared.context, Lane.OFFLINE)
-            batch.offline_budget_s = budget_s
+            batch.limit_offline(budget_s, Bound.LANE)
             return self._compose(batch)
 
         alone = within(most_s / seen.stop_share)
@@ -301,8 +349,11 @@ class Scheduler:
             step=self._next_step,
             prompt_s=max(self._allowance.arrival_s - self._added_s, 0.0),
             resume_s=max(resume_s.value, 0.0) if resume_s.count else snapshot.resume_s,
+            offline_shape=self._offline_shape,
+            protection=self.protection(snapshot.now_s),
             decodes_alone=self.interference.decodes_alone,
             timely=1 / (1 + self._learned.error.reserve),
+            averages_tpot=self._policy.averages_tpot,
             is_plain=self._allowance.is_relative
             and not self.queue.num_running
             and not len(self.queue),
@@ -340,6 +391,8 @@ class Scheduler:
         """Record when online requests got their tokens, and advance the baseline."""
         interference = self.interference
         interference.worked(offline_s, result.jobs)
+        for rid, tokens in result.online_chunks:
+            interference.computed(rid, tokens)
         for info, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)

@@ -36,6 +36,11 @@ class SchedulerConfig:
 
     overload: Overload = Overload.BEST_EFFORT
 
+    stream_slowdown: Annotated[float | None, Field(ge=0)] = None
+    """Longest time that offline work adds to a step with online decodes, as a fraction of the time
+    that the decodes take alone: with 1.0 streams keep at least half of their speed. A target for
+    TPOT or gaps replaces it. ``None``: no limit without a target."""
+
     min_chunk_tokens: Annotated[int, Field(ge=1)] = 16
     """Smallest chunk into which an offline prefill is cut."""
 
@@ -50,21 +55,6 @@ class SchedulerConfig:
 
     max_picks: Annotated[int, Field(ge=1)] = 64
     """Most offline requests taken from the queue in one step; bounds the planning time."""
-
-    utility_ratio: Annotated[float | None, Field(ge=0, le=1)] = None
-    """For policies with prefix sharing in the queue: the probability that a pick follows the
-    prefix order instead of being the oldest request (HyGen's u); ``None``: the policy's default."""
-
-    random_picks: Annotated[int | None, Field(ge=0)] = None
-    """For OOCO: number of offline decodes drawn at random (K of its Algorithm 2); ``None``: the
-    policy's default."""
-
-    step_prefill_tokens: Annotated[int | None, Field(ge=1)] = None
-    """For HyGen: most prompt tokens of a step (C); ``None``: the policy's default."""
-
-    base_batch_requests: Annotated[int | None, Field(ge=1)] = None
-    """For BROS: most requests of a step after one that a deadline limited (B_base); ``None``: the
-    policy's default."""
 
     refine: bool = False
     """Whether ``Scheduler.update`` corrects the latency model."""

@@ -25,8 +25,7 @@ _ONLINE: Final = RequestClass.ONLINE
 all the rest of ``is_online``."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestInfo:
+class RequestInfo(NamedTuple):
     """The properties of a request that do not change during its life."""
 
     rid: str
@@ -71,6 +70,10 @@ class Request(NamedTuple):
     while the last step runs: a token of that step is counted, comes out when the step ends
     (``EngineSnapshot.begins_s``), and has None here."""
 
+    first_token_s: float | None = None
+    """Time of its first token. None before the first token, and while the step that brings it
+    runs."""
+
     @property
     def length_tokens(self) -> int:
         """Prompt and generated tokens."""
@@ -81,6 +84,31 @@ class Request(NamedTuple):
         """Tokens to compute before its next output token; at least 1."""
         have = self.computed_tokens or self.cached_tokens
         return max(1, self.length_tokens - have)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRules:
+    """The pieces in which the engine computes prompts."""
+
+    may_cut: bool = True
+    """False if a prompt is computed whole, and in no step with decodes. The engine then computes
+    one prompt that has more tokens than a step may have."""
+
+    align_tokens: int = 1
+    """Tokens of a piece that does not end its prompt are a multiple of this number, from 1."""
+
+    @property
+    def are_coarse(self) -> bool:
+        """True if a step may have too little time for the shortest piece."""
+        return not self.may_cut or self.align_tokens > 1
+
+    def shortest_piece(self, rest_tokens: int) -> int:
+        """Return the fewest tokens in which a prompt with so many left can be continued."""
+        return min(rest_tokens, self.align_tokens) if self.may_cut else rest_tokens
+
+
+FINE_CHUNKS: Final = ChunkRules()
+"""Rules of an engine that cuts prompts at any page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +135,8 @@ class EngineSnapshot:
     """Requests that hold KV: prefilling, parked, decoding, paused; in order of admission."""
 
     waiting: Sequence[Request]
-    """Online requests without KV, in order of arrival. Offline ones wait in ``OfflineQueue``."""
+    """Online requests without KV, in the order in which they are served: by priority where the
+    engine knows any, else by arrival. Offline ones wait in ``OfflineQueue``."""
 
     free_kv_tokens: int
     """Unused KV slots."""
@@ -119,7 +148,11 @@ class EngineSnapshot:
     """Requests that can still be admitted (SGLang's request pool)."""
 
     max_batch_tokens: int
-    """Most tokens that one step may compute, prefill and decode together."""
+    """Most tokens of a step with prompts, those of its decodes included: the engine's buffers have
+    this size. A step of decodes alone may have more."""
+
+    chunk_rules: ChunkRules = FINE_CHUNKS
+    """The pieces in which prompts are computed."""
 
     page_tokens: int = 1
     """KV is allocated in pages of this many tokens."""

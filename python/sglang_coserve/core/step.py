@@ -25,6 +25,37 @@ class Lane(Enum):
     later."""
 
 
+class Bound(Enum):
+    """The reason for the limit on a step's offline work."""
+
+    NONE = "none"
+    """No limit: no online request is there, or no target applies."""
+
+    BUDGET = "budget"
+    """A fixed time per step: ``--iteration-budget-ms``, or a paper's own rule."""
+
+    GAP = "gap"
+    """The next tokens of online decodes are due."""
+
+    PROMPT = "prompt"
+    """The first token of an online prompt is due, in this step or after it."""
+
+    ARRIVAL = "arrival"
+    """An online request may arrive during the step, and wait for its end."""
+
+    PROMPTS_FIRST = "prompts_first"
+    """Online prompts are computed without decodes, as SGLang does."""
+
+    PROMPT_LEFT = "prompt_left"
+    """An online prompt was cut or left over: offline work would delay it further."""
+
+    KV = "kv"
+    """Online prompts would lack KV, because offline work has slowed the decodes that hold it."""
+
+    LANE = "lane"
+    """Offline steps alone, until their next safepoint."""
+
+
 class PrefillChunk(NamedTuple):
     """The next ``tokens`` prompt tokens of a request to compute: the rest of it, or a part."""
 
@@ -89,8 +120,11 @@ class StepPlan:
     """Predicted latency of the planned batch."""
 
     budget_s: float = float("inf")
-    """Latency budget for offline work; infinite if it is not bounded, 0 if online work was left
-    over, so that there is no offline work."""
+    """Longest time, in seconds, that the batch may take with offline work in it. Infinite without
+    a limit. 0 if offline work must not run."""
+
+    bound_by: Bound = Bound.NONE
+    """The reason for ``budget_s``."""
 
     # The rest is for ``Scheduler.update``; adapters ignore it.
     online_part_s: float = 0.0

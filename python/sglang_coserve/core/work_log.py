@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from sglang_coserve.core.step import Lane, StepPlan, StepResult
+from sglang_coserve.core.step import Bound, Lane, StepPlan, StepResult
 
 _SPAN_S: Final = 5.0
 """Decisions of one kind within it are one entry: an engine takes hundreds of steps meanwhile."""
@@ -29,12 +29,20 @@ class Subject(Enum):
     BESIDE_TOKENS = (
         "Offline work beside online requests limited to {value} a step: online tokens are due then."
     )
+    BESIDE_PROMPTS = (
+        "Offline work beside online requests limited to {value} a step: the first token of a "
+        "prompt is due then."
+    )
     BESIDE_ARRIVALS = (
         "Offline work limited to {value} a step: an online request that arrives meanwhile may not "
         "wait longer for it."
     )
+    BESIDE_BUDGET = "Offline work limited to {value} a step: the fixed budget leaves no more."
     UNLIMITED = "Offline work of {value} a step beside online requests: no target limits it."
     NONE_BESIDE = "Online steps without offline work in them: they left no time for it."
+    PROMPTS_FIRST = "Online prompts computed alone: neither decodes nor offline work beside them."
+    PROMPT_LEFT = "No offline work beside an online prompt that needs more than one step."
+    CROWDED = "No offline work: it has slowed online decodes, whose KV the next prompts need."
     DROPPED = "Suspended offline steps given up: online requests needed what they held."
     RETRACTED = "KV of {value} taken back from running requests: memory was short."
     PAUSED = "{value} paused with their KV kept: the steps had no time for them."
@@ -49,12 +57,28 @@ _UNITS: Final = {
 """What values are counted in, and summed up; all others are seconds of a step."""
 
 
+_BESIDE: Final = {
+    Bound.BUDGET: Subject.BESIDE_BUDGET,
+    Bound.GAP: Subject.BESIDE_TOKENS,
+    Bound.PROMPT: Subject.BESIDE_PROMPTS,
+    Bound.ARRIVAL: Subject.BESIDE_ARRIVALS,
+}
+"""Subjects of steps with online requests, by the reason of their limit."""
+
+_WITHOUT: Final = {
+    Bound.PROMPTS_FIRST: Subject.PROMPTS_FIRST,
+    Bound.PROMPT_LEFT: Subject.PROMPT_LEFT,
+    Bound.KV: Subject.CROWDED,
+}
+"""Subjects of online steps that may hold no offline work, by the reason."""
+
+
 _Decision = tuple[Subject, float]
-"""What was decided, and the value of it; 0 where the sentence has none."""
+"""A subject, and the value in its sentence; 0 for a sentence without one."""
 
 
-def _decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterator[_Decision]:
-    """Yield what is notable of a step that was carried out."""
+def _decisions_of(plan: StepPlan, result: StepResult) -> Iterator[_Decision]:
+    """Yield the decisions of a step that was carried out."""
     if result.dropped:
         yield Subject.DROPPED, 0.0
         return
@@ -69,7 +93,7 @@ def _decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Itera
     if plan.lane is Lane.OFFLINE:
         yield _in_lane(plan, result)
     elif result.served:
-        yield _beside_online(plan, result, arrival_s)
+        yield _beside_online(plan, result)
     elif result.has_offline:
         yield Subject.ALONE, plan.predicted_s
 
@@ -83,15 +107,13 @@ def _in_lane(plan: StepPlan, result: StepResult) -> _Decision:
     return Subject.FITS, plan.predicted_s
 
 
-def _beside_online(plan: StepPlan, result: StepResult, arrival_s: float) -> _Decision:
+def _beside_online(plan: StepPlan, result: StepResult) -> _Decision:
     allowed_s = _allowed_s(plan, result)
     if allowed_s <= 0 and not result.has_offline:
-        return Subject.NONE_BESIDE, 0.0
+        return _WITHOUT.get(plan.bound_by, Subject.NONE_BESIDE), 0.0
     if math.isinf(allowed_s):
         return Subject.UNLIMITED, max(plan.predicted_s - plan.online_part_s, 0)
-    if math.isclose(allowed_s, arrival_s):
-        return Subject.BESIDE_ARRIVALS, arrival_s
-    return Subject.BESIDE_TOKENS, max(allowed_s, 0.0)
+    return _BESIDE.get(plan.bound_by, Subject.BESIDE_TOKENS), max(allowed_s, 0.0)
 
 
 def _allowed_s(plan: StepPlan, result: StepResult) -> float:
@@ -207,19 +229,18 @@ class WorkLog:
     def ended(
         self,
         plan: StepPlan | None,
-        arrival_s: float,
         result: StepResult,
         online_s: float,
         offline_s: float,
     ) -> None:
         """Note what came of a step. O(requests that were prefilled + online requests).
 
-        ``plan`` is None of a step that the engine took without one. ``arrival_s`` is how long an
-        arrival might wait for it when it began, the others how long it took for each class.
+        ``plan`` is None for a step that the engine took without a plan. ``online_s`` and
+        ``offline_s`` are the seconds of the step spent on each class.
         """
         totals = self.totals
         if plan is not None:
-            for subject, value in _decisions_of(plan, result, arrival_s):
+            for subject, value in _decisions_of(plan, result):
                 self.decisions.note(subject, value, result.started_s)
             totals.retracted_tokens += sum(retraction.tokens for retraction in plan.retract)
         if result.dropped:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from rich.console import Console
 
 from sglang_coserve.config.flags import FlagParser, add_flags
-from sglang_coserve.errors import CoserveError
+from sglang_coserve.errors import CoserveError, require
 from sglang_coserve.terminal import INTERRUPTED, printable
 
 
@@ -17,9 +17,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the demo; return its exit status."""
     console = Console()
     try:
-        # They need the extra `engine`.
-        from sglang_coserve.demo.report import as_table, sentence
+        require("engine", "the demo")
         from sglang_coserve.demo.run import DemoOptions, run_demo
+        from sglang_coserve.demo.table import as_table, cpu_lines
+        from sglang_coserve.demo.verdict import sentence
 
         parser = FlagParser(
             prog="python -m sglang_coserve.demo",
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
         Console(stderr=True).print("demo: interrupted; the server has ended")
         return INTERRUPTED
     console.print(as_table(result))
+    for line in cpu_lines(result.systems):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(sentence(result), markup=False, highlight=False, soft_wrap=True)
     written = f"written: {options.out / 'report.json'}, {options.out / 'timeline.png'}"
     console.print(written, markup=False, soft_wrap=True)

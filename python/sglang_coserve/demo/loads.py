@@ -160,9 +160,8 @@ class LoadScale:
         return max(1, round(self.prompts))
 
     def __str__(self) -> str:
-        if self == LoadScale():
-            return ""
-        return f", {self.rate:g} × as many per second, prompts {self.prompts:.1f} × as long"
+        rate = "" if self.rate == 1 else f", {self.rate:g} × as many per second"
+        return rate if self.prompts == 1 else f"{rate}, prompts {self.prompts:.1f} × as long"
 
 
 class StreamedLoad:
@@ -256,6 +255,9 @@ class _Stream:
         self._request = request
         self._sent_s = time.perf_counter()
         self._token_times_s: list[float] = []
+        self._read_s: float | None = None
+        """Time of the read whose events are being taken."""
+
         self._prompt_tokens = 0
         self.outcome = Outcome.UNFINISHED
 
@@ -282,6 +284,19 @@ class _Stream:
             outcome=self.outcome,
         )
 
+    def _delivered_s(self) -> float:
+        """Return the time at which the event came: all events of one read came together.
+
+        They are taken one after the other, before the event loop goes on.
+        """
+        if self._read_s is None:
+            self._read_s = time.perf_counter()
+            asyncio.get_running_loop().call_soon(self._end_read)
+        return self._read_s
+
+    def _end_read(self) -> None:
+        self._read_s = None
+
     def _take(self, event: dict[str, Any]) -> None:
         if "error" in event:
             self.outcome = Outcome.FAILED
@@ -290,7 +305,7 @@ class _Stream:
         if usage := event.get("usage") or event.get("meta_info"):
             self._prompt_tokens = usage["prompt_tokens"]
             fresh = usage["completion_tokens"] - len(self._token_times_s)
-            self._token_times_s += [time.perf_counter()] * fresh
+            self._token_times_s += [self._delivered_s()] * fresh
         for choice in (*event.get("choices", ()), event.get("meta_info", {})):
             reason = choice.get("finish_reason")
             if reason == "abort" or (isinstance(reason, dict) and reason["type"] == "abort"):

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from sglang_coserve.config.flags import setting
-from sglang_coserve.demo import report
+from sglang_coserve.demo.cpu_use import CpuTimes, CpuUse
 from sglang_coserve.demo.loads import LoadScale, StreamedLoad, repeated, replayed
+from sglang_coserve.demo.result import DemoResult, SystemResult, as_json
 from sglang_coserve.demo.servers import (
     ALONE,
     LABELS,
@@ -27,6 +28,8 @@ from sglang_coserve.demo.servers import (
     make_server,
     stock_chunk_tokens,
 )
+from sglang_coserve.demo.timeline import draw
+from sglang_coserve.demo.verdict import sentence
 from sglang_coserve.errors import ConfigError, InputFileError, path_errors, require
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
@@ -42,6 +45,10 @@ from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 # Small enough for two CPU cores to serve both workloads.
 _MODEL: Final = SmallModelSpec(hidden=128, layers=2)
+
+_CPU_SCALE: Final = LoadScale(prompts=8.0)
+"""Scale of the bundled loads for that model. Shorter prompts show the client and the HTTP server,
+which take a core for themselves, instead of the engine."""
 
 # It fits one GPU of each kind that can be emulated.
 _EMULATED_MODEL: Final = "llama-3.1-8b"
@@ -110,7 +117,7 @@ class DemoOptions:
 
 
 @path_errors()
-def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
+def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """Run the demo and write ``report.json`` and ``timeline.png`` into ``options.out``.
 
     Raises:
@@ -119,7 +126,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
     """
     require("plot", "timeline.png")  # It is drawn last.
     emulation = _emulation(options)
-    bundled = LoadScale() if emulation is None else _gpu_scale(emulation)
+    bundled = _CPU_SCALE if emulation is None else _gpu_scale(emulation)
     trace, trace_scale = _given(options.trace, "online", bundled)
     offline, offline_scale = _given(options.offline, "offline", bundled)
     repeated(offline, {}, lines_in_one=offline_scale.lines_in_one)  # What is wrong is told now.
@@ -149,10 +156,10 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
             )
             results = asyncio.run(measuring.all_of(groups))
     name = None if emulation is None else emulation.name
-    result = report.DemoResult(tuple(results), options.targets, name)
-    as_text = json.dumps(report.as_json(result), indent=2) + "\n"
+    result = DemoResult(tuple(results), options.targets, name)
+    as_text = json.dumps(as_json(result, sentence(result)), indent=2) + "\n"
     (options.out / "report.json").write_text(as_text)
-    report.draw(result, options.out / "timeline.png")
+    draw(result, options.out / "timeline.png")
     return result
 
 
@@ -171,10 +178,10 @@ class _Run:
     done_s: float = 0.0
     """Of the windows before this one."""
 
-    async def all_of(self, groups: Sequence[Sequence[System]]) -> list[report.SystemResult]:
+    async def all_of(self, groups: Sequence[Sequence[System]]) -> list[SystemResult]:
         return [result for group in groups for result in await self._one_server(group)]
 
-    async def _one_server(self, systems: Sequence[System]) -> list[report.SystemResult]:
+    async def _one_server(self, systems: Sequence[System]) -> list[SystemResult]:
         system = systems[0]
         log = self.options.out / ("server.log" if system.is_ours else "stock_server.log")
         server = make_server(self._flags(system), is_ours=system.is_ours, log_path=log)
@@ -188,12 +195,12 @@ class _Run:
             for number, each in enumerate(systems):
                 if number:
                     await asyncio.to_thread(_empty_cache, server.base_url)
-                results.append(await self._measure(each, server.base_url))
+                results.append(await self._measure(each, server.base_url, server.pid))
         finally:
             server.stop()
         return results
 
-    async def _measure(self, system: System, base_url: str) -> report.SystemResult:
+    async def _measure(self, system: System, base_url: str, server_pid: int) -> SystemResult:
         """Send both loads until the window is over, the offline one a moment earlier."""
         window_s, label = self.options.window_s, LABELS[system.name]
         online = StreamedLoad(
@@ -214,22 +221,24 @@ class _Run:
                         while not beside.num_answered:
                             await asyncio.sleep(_POLL_S)
             async with online:
-                elapsed_s = 0.0
+                elapsed_s, before = 0.0, CpuTimes.read(server_pid)
                 while (beside or online.is_running) and elapsed_s < window_s:
                     answered = f"online {online.num_answered}/{len(self.requests)}"
                     more = f", offline {beside.num_answered}" if beside else ""
                     self._show(elapsed_s, f"{label}: {answered}{more}")
                     await asyncio.sleep(_POLL_S)
                     elapsed_s = time.perf_counter() - online.began_s
+                cpu = CpuUse.between(before, CpuTimes.read(server_pid), elapsed_s)
                 await stack.aclose()
                 await online.finished()
         self.done_s += window_s
-        return report.SystemResult(
+        return SystemResult(
             system.name,
             label,
             online.timelines(online.began_s),
             None if beside is None else beside.timelines(online.began_s),
             elapsed_s,
+            cpu,
         )
 
     def _show(self, elapsed_s: float, text: str) -> None:

@@ -12,9 +12,10 @@ from typing import Final
 
 import uvicorn
 
+from sglang_coserve.asgi import IDLE_CONNECTION_S
+from sglang_coserve.batch.api import event_delivery
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import GatewayOptions, parse_options
@@ -43,7 +44,7 @@ def serve_gateway(options: GatewayOptions) -> None:
     """
     logging.config.dictConfig(log_settings(options.log_format, options.log_level))
     check_listen_address(options.host, options.port)
-    WebhookTarget.of(options)
+    event_delivery(options)  # Raises if the settings cannot be used.
     # One that is in use becomes free, perhaps: this is a standby then.
     with suppress(InUseError):
         asyncio.run(BatchService.check(options.data))
@@ -67,6 +68,7 @@ def serve_gateway(options: GatewayOptions) -> None:
         log_config=None,
         log_level="warning",
         timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=IDLE_CONNECTION_S,
     )
     server = uvicorn.Server(config)
     server.run()

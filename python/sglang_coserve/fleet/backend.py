@@ -105,9 +105,6 @@ class FleetBackend(Backend):
         self.ends = dict.fromkeys(ENDS, 0)
         """Attempts by how they ended without an answer."""
 
-        self.prompts_pushed = 0
-        """Those of online requests that relaxed engines have computed for strict ones."""
-
     async def __aenter__(self) -> Self:
         return self
 

@@ -14,37 +14,52 @@ from typing import Any, Final
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import UnreadBodyMiddleware, bearer_key, is_same_key, send_error
+from sglang_coserve.asgi import (
+    FramingMiddleware,
+    UnreadBodyMiddleware,
+    bearer_key,
+    is_same_key,
+    openai_error,
+    send_error,
+)
+from sglang_coserve.batch.api import add_batch_routes, event_delivery
+from sglang_coserve.batch.context import EventDelivery
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.errors import BatchApiOffError
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.batch.routes.caller import (
     batch_api_status,
     find_service,
     set_admin_key,
     set_not_ready,
+    set_one_owner,
     set_service,
+    take_over,
 )
 from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import follow
-from sglang_coserve.fleet.online_requests import PromptPush, RouterConnection, online_routes
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status
 from sglang_coserve.fleet.served_model import keep_remembered, model_routes, remembered
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.view.page import Page
-from sglang_coserve.view.standing import LEVELS, fleet_standing
+from sglang_coserve.view.standing import fleet_standing
+from sglang_coserve.view.verdict import LEVELS
 
 _STANDBY_S: Final = 0.5
 """How often a standby gateway tries to take the directory over."""
+
+_SERVED: Final = (
+    "a gateway serves files, batches and responses in the background: send online requests to the"
+    " router before the engines"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +67,7 @@ _log = logging.getLogger(__name__)
 _OPEN: Final = ("/health", "/ping", "/metrics", PAGE_PATH, VIEW_PATH)
 """The page holds nothing of the gateway; the view checks keys itself: operators see more of it."""
 
-_OPERATORS: Final = "/coserve/batches"
+_OPERATORS: Final = ("/coserve/batches", "/coserve/owners")
 """Have a key of their own, which the routes check."""
 
 
@@ -105,9 +120,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        # Browsers ask what they may do (OPTIONS) without a key, and engines answer.
-        is_asked = scope["type"] == "http" and scope["method"] != "OPTIONS"
-        if is_asked and not self._is_open(scope["path"]):
+        if scope["type"] == "http" and not self._is_open(scope["path"]):
             try:
                 key = bearer_key(scope["headers"])
             except RequestError as error:
@@ -119,7 +132,8 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
-        return path.rstrip("/") in _OPEN or path == _OPERATORS or path.startswith(f"{_OPERATORS}/")
+        is_operators = any(f"{path}/".startswith(f"{each}/") for each in _OPERATORS)
+        return path.rstrip("/") in _OPEN or is_operators
 
 
 def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], None]) -> FastAPI:
@@ -128,7 +142,6 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
     Its port is open from the start; the routes of batches say what is missing until the data
     directory is free. ``on_failure`` is called with what makes that impossible.
     """
-    router = RouterConnection(options.router) if options.router else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -138,10 +151,6 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
                 FleetBackend(options.engine_key, background=background)
             )
             fleet.served = await asyncio.to_thread(remembered, options.data)
-            if router is not None:
-                if options.push_prompts:
-                    router.push = PromptPush(fleet, options.offline_objectives)
-                await stack.enter_async_context(router)
             opened = await stack.enter_async_context(AsyncExitStack())
             for name, work in (
                 ("engine_discovery", partial(follow, options.sources, fleet.set_engines)),
@@ -151,6 +160,7 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
             yield
 
     app = FastAPI(title="coserve gateway", lifespan=lifespan)
+    app.add_exception_handler(HTTPException, _refuse)
     set_not_ready(app, "the gateway is starting")
     add_batch_routes(app)
     if options.admin_api_key:
@@ -161,14 +171,23 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
     app.add_api_route("/metrics", _metrics)
     app.router.routes.extend(view_routes(Keys(options.api_key, options.admin_api_key)).routes)
     app.router.routes.extend(model_routes(lambda request: request.app.state.fleet.served).routes)
-    # Last: whatever of these paths is served here comes before it.
-    app.router.routes.extend(online_routes(router, next(iter(options.engine_router), None)))
+    # Gets what the routes of responses in the background, if there are any, leave to those behind.
+    app.add_api_route("/v1/responses", _misdirected, methods=["POST"], include_in_schema=False)
     if options.api_key:
+        set_one_owner(app)
         app.add_middleware(KeyCheck, api_key=options.api_key)
     # Those added last come first.
     app.add_middleware(UnreadBodyMiddleware)
+    app.add_middleware(FramingMiddleware)
     app.add_middleware(RequestIdMiddleware)
     return app
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answer what has no route here."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}; {_SERVED}"
+    return JSONResponse(openai_error(error.status_code, message), error.status_code, error.headers)
 
 
 async def _open(
@@ -180,10 +199,11 @@ async def _open(
 ) -> None:
     """Open the Batch API as soon as that is possible, for as long as ``opened``."""
     try:
-        target = WebhookTarget.of(options)
+        delivery = event_delivery(options)
         async with AsyncExitStack() as stack:
-            service = await _open_when_free(app, options, fleet, target)
+            service = await _open_when_free(app, options, fleet, delivery)
             stack.push_async_callback(_close, app, service)
+            await take_over(service, options.api_key)
             keep = partial(keep_remembered, options.data, lambda: fleet.served)
             background = app.state.background
             await stack.enter_async_context(background.running("served_model", keep))
@@ -196,7 +216,7 @@ async def _open(
 
 
 async def _open_when_free(
-    app: FastAPI, options: GatewayOptions, fleet: FleetBackend, target: WebhookTarget | None
+    app: FastAPI, options: GatewayOptions, fleet: FleetBackend, delivery: EventDelivery | None
 ) -> BatchService:
     limits, is_standby = BatchLimits.of(options), False
     while True:
@@ -205,22 +225,27 @@ async def _open_when_free(
                 options.data,
                 fleet,
                 limits,
-                webhook=target,
+                event_delivery=delivery,
                 dies_with_engine=False,
                 background=app.state.background,
             )
         except InUseError:
             if not is_standby:
                 is_standby = True
-                message = f"another gateway has {options.data}: this one stands by until that ends"
-                _log.warning("%s", message)
-                set_not_ready(app, message)
+                waits = "this one stands by until that ends"
+                _log.warning("another gateway has %s: %s", options.data, waits)
+                set_not_ready(app, f"another gateway has the data directory: {waits}")
         await asyncio.sleep(_STANDBY_S)
 
 
 async def _close(app: FastAPI, service: BatchService) -> None:
     set_not_ready(app, "the gateway is stopping: its batches continue when it starts again")
     await service.close()
+
+
+async def _misdirected() -> None:
+    """Refuse a response that is not in the background; a proxy may send it to the router then."""
+    raise HTTPException(HTTPStatus.MISDIRECTED_REQUEST, "not in the background")
 
 
 async def _ping() -> dict[str, str]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.config import OFFLINE_OBJECTIVES, BatchApiConfig
+from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.config.flags import FlagParser, add_flags, setting
 from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router
 from sglang_coserve.logs import LOG_FORMATS
-from sglang_coserve.network import check_key, http_address
+from sglang_coserve.network import check_key
 
 ENGINE_KEY_VARIABLE: Final = "COSERVE_ENGINE_ADMIN_KEY"
 _ROUTER_KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
@@ -68,24 +68,6 @@ class GatewayOptions(BatchApiConfig):
         action="append",
         metavar="URL",
     )
-    router: str | None = setting(
-        None,
-        "where online requests go on to, unchanged; by default clients are told to go there "
-        "themselves",
-        metavar="URL",
-    )
-    push_prompts: bool = setting(
-        False,
-        "let relaxed engines compute the prompts of these requests, and leave their KV for the "
-        "strict ones behind the router (docs/fleet.md, pools)",
-        action="store_true",
-    )
-    offline_objectives: Sequence[str] = setting(
-        OFFLINE_OBJECTIVES,
-        "the engines' --offline-objectives: such prompts are not computed first",
-        nargs="+",
-        metavar="NAME",
-    )
     engine_admin_key: str | None = setting(
         None,
         "the --admin-api-key of all engines; better in the environment variable "
@@ -113,10 +95,6 @@ class GatewayOptions(BatchApiConfig):
         BatchApiConfig.__post_init__(self)
         check_key("--api-key", self.api_key)
         check_key("--admin-api-key", self.admin_api_key)
-        if self.router:
-            http_address(self.router, "--router")
-        elif self.push_prompts:
-            raise ConfigError("--push-prompts is for online requests that go on: add --router URL")
         _ = self.engine_key  # Raises where there is none.
 
     @property

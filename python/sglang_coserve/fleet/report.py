@@ -98,7 +98,6 @@ def fleet_status(fleet: FleetBackend) -> dict[str, Any]:
         "model": fleet.model or None,
         "lines_waiting": fleet.lines_waiting,
         **{f"lines_{end}": count for end, count in fleet.ends.items()},
-        "prompts_pushed": fleet.prompts_pushed,
         "left_out": fleet.left_out,
         "engines": [_engine_status(fleet, engine) for engine in fleet.engines],
     }

@@ -12,8 +12,11 @@ Validation stops at the first invalid item of a list. Pydantic reports every one
 alternative of a union: a body of 1 MiB can have three million errors, which block the event loop
 for half a minute.
 
-SGLang's models of OpenAI bodies read fields before their types are checked. The exceptions that
-follow are answered with 400 instead of 500.
+Fields of chats are mended or refused where all bodies are validated (``chat_fields``).
+
+SGLang's models of OpenAI bodies read fields before their types are checked, and its parsers are
+made for the name that a client gives. The exceptions that follow are answered with 400 instead of
+500.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from traceback import walk_tb
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
@@ -32,7 +35,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sglang_coserve.asgi import error_content, is_form, replay, route_path, send_error
+from sglang_coserve.asgi import is_form, openai_error, replay, route_path, send_error
+from sglang_coserve.guard.chat_fields import CHAT_FIELDS
+from sglang_coserve.guard.told_faults import told_faults
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError, mended_json
 
 # --- How large a body may be -----------------------------------------------------------------
@@ -136,6 +141,7 @@ class RequestGateMiddleware:
 
 
 _LISTS: Final = frozenset({"list", "tuple", "set", "frozenset"})
+_FIELDS: Final = frozenset({"model-field", "typed-dict-field"})
 _NOT_SCHEMAS: Final = frozenset({"config", "default", "expected", "metadata", "serialization"})
 _MOST_FAULTS: Final = 100
 """With more errors only their number is reported: an object may still have one for each key."""
@@ -148,9 +154,8 @@ class FailFast:
     def __init__(self, adapter: TypeAdapter[Any]) -> None:
         self._adapter = adapter
         # Not with the prebuilt validators of nested models, which report every error.
-        self._validator = SchemaValidator(
-            _failing_fast(adapter.core_schema), None, _use_prebuilt=False
-        )
+        schema = _failing_fast(adapter.core_schema, mends=True)
+        self._validator = SchemaValidator(schema, None, _use_prebuilt=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
@@ -167,11 +172,48 @@ class FailFast:
             count = error.error_count()
             if count <= _MOST_FAULTS:
                 raise
-            fault = PydanticCustomError(
-                "too_many_faults", "it has {count} faults", {"count": count}
+            raise _one_fault(error, "too_many_faults", f"it has {count} faults") from None
+
+
+class _FailFastModel:
+    """The validator of a model that handlers make from a body: it stops at the first invalid item
+    of a list, too, and tells its faults in one."""
+
+    def __init__(self, model: Any) -> None:
+        self._own = model.__pydantic_validator__
+        schema = _failing_fast(model.__pydantic_core_schema__, mends=False)
+        self._validator = SchemaValidator(schema, None, _use_prebuilt=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def validate_python(self, value: Any, **options: Any) -> Any:
+        """See ``SchemaValidator.validate_python``."""
+        try:
+            return self._validator.validate_python(value, **options)
+        except ValidationError as error:
+            told, _ = told_faults(
+                [{**fault, "loc": (None, *fault["loc"])} for fault in _few(error)]
             )
-            details = [InitErrorDetails(type=fault, loc=(), input=None)]
-            raise ValidationError.from_exception_data(error.title, details) from None
+            raise _one_fault(error, "faults", told) from None
+
+
+def install_fail_fast_chats() -> None:
+    """Bound the errors of chats that SGLang makes from bodies of other routes."""
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    if not isinstance(ChatCompletionRequest.__pydantic_validator__, _FailFastModel):
+        ChatCompletionRequest.__pydantic_validator__ = _FailFastModel(ChatCompletionRequest)
+
+
+def _few(error: ValidationError) -> list[Any]:
+    return error.errors(include_url=False, include_input=False, include_context=False)
+
+
+def _one_fault(error: ValidationError, kind: LiteralString, told: str) -> ValidationError:
+    fault = PydanticCustomError(kind, "{told}", {"told": told})
+    details = [InitErrorDetails(type=fault, loc=(), input=None)]
+    return ValidationError.from_exception_data(error.title, details)
 
 
 def install_fail_fast(app: Any) -> None:
@@ -182,22 +224,40 @@ def install_fail_fast(app: Any) -> None:
                 field._type_adapter = FailFast(field._type_adapter)
 
 
-def _failing_fast(schema: Any) -> Any:
+def _failing_fast(schema: Any, *, mends: bool) -> Any:
+    """Return the schema with validation that stops early; ``mends`` says whether fields are mended
+    as those of bodies are."""
     if isinstance(schema, dict):
         changed = {
-            key: value if key in _NOT_SCHEMAS else _failing_fast(value)
+            key: value if key in _NOT_SCHEMAS else _failing_fast(value, mends=mends)
             for key, value in schema.items()
         }
         # A model may have a field named "type", whose schema is a dict.
         if isinstance(changed.get("type"), str) and changed["type"] in _LISTS:
             changed["fail_fast"] = True
+        if not mends:
+            return changed
+        changed = {key: _mended(key, value) for key, value in changed.items()}
         if changed.get("type") == "default" and "schema" in schema:
             inner = changed["schema"]
             changed["schema"] = no_info_before_validator_function(_not_null, inner)
         return changed
     if isinstance(schema, list | tuple):
-        return type(schema)(_failing_fast(each) for each in schema)
+        return type(schema)(_failing_fast(each, mends=mends) for each in schema)
     return schema
+
+
+def _mended(name: str, schema: Any) -> Any:
+    """Return the schema of a field of a model, whose value goes through ``CHAT_FIELDS``."""
+    mend = CHAT_FIELDS.get(name)
+    if mend is None or not isinstance(schema, dict) or schema.get("type") not in _FIELDS:
+        return schema
+    inner = schema["schema"]
+    if inner.get("type") == "default":  # A field's own, which must stay the outer one.
+        inner = {**inner, "schema": no_info_before_validator_function(mend, inner["schema"])}
+    else:
+        inner = no_info_before_validator_function(mend, inner)
+    return {**schema, "schema": inner}
 
 
 def _not_null(value: Any) -> Any:
@@ -207,8 +267,20 @@ def _not_null(value: Any) -> Any:
     return value
 
 
-_MODELS: Final = "sglang.srt.entrypoints.openai.protocol"
-_ERRORS: Final = (AttributeError, IndexError, KeyError, RecursionError, TypeError)
+_READERS: Final = frozenset(
+    {
+        __name__,
+        "sglang.srt.entrypoints.openai.protocol",
+        "sglang.srt.function_call.function_call_parser",
+        "sglang.srt.parser.reasoning_parser",
+    }
+)
+"""Modules that read what a client gives, and raise on it."""
+
+_MANAGER: Final = "sglang_coserve.guard.tokenizer_manager"
+"""Raises a ValueError for a request that is invalid, which Ollama's routes do not expect."""
+
+_ERRORS: Final = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
 
 
 def install_body_errors(app: Any) -> None:
@@ -218,16 +290,18 @@ def install_body_errors(app: Any) -> None:
 
 
 async def _answer(_request: Any, error: Exception) -> JSONResponse:
-    """Answer with 400 if ``error`` was raised in a model of a body; any other stays a 500.
+    """Answer with 400 if ``error`` was raised by what reads a body; any other stays a 500.
 
     Raises:
-        Exception: ``error`` itself, if it was not raised in such a model.
+        Exception: ``error`` itself, if it was not raised there.
     """
+    readers = _READERS | {_MANAGER} if isinstance(error, ValueError) else _READERS
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
-    if all(frame.f_globals.get("__name__") != _MODELS for frame in frames):
+    if all(frame.f_globals.get("__name__") not in readers for frame in frames):
         raise error
-    message = f"malformed body: {type(error).__name__}: {error}"
-    return JSONResponse(error_content(400, message), status_code=400)
+    is_told = isinstance(error, ValueError)
+    message = str(error) if is_told else f"malformed body: {type(error).__name__}: {error}"
+    return JSONResponse(openai_error(400, message), status_code=400)
 
 
 _TURN_S: Final = 0.001

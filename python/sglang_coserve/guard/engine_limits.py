@@ -11,74 +11,25 @@ somewhere in the engine, so each has a least value, too, not only a greatest.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
 import numpy
 
 from sglang_coserve.errors import RequestError
+from sglang_coserve.guard.request_fields import (
+    FIELDS,
+    MOST_LOGPROBS,
+    OPTION,
+    OPTIONS,
+    PARAMS,
+    Bound,
+    Rule,
+)
+from sglang_coserve.guard.sizes import add_logprobs
 from sglang_coserve.guard.stop_patterns import check_stop_patterns
-
-
-class Bound(NamedTuple):
-    """The values that a field may have, both ends included."""
-
-    least: float
-    most: float
-    unit: str = ""
-    is_whole: bool = False
-    """Only whole numbers."""
-
-
-_INT32: Final = 2**31 - 1
-
-_MOST_LOGPROBS: Final = 1024
-"""Log-probabilities of one position: each becomes a Python object in three processes, while other
-requests wait."""
-
-PARAM_BOUNDS: Final[Mapping[str, Bound]] = {
-    # As 32-bit floats, smaller values become zero and larger ones may become infinite.
-    "temperature": Bound(0, 1e9),
-    "top_p": Bound(1.2e-38, 1),
-    "min_p": Bound(0, 1),
-    "frequency_penalty": Bound(-2, 2),
-    "presence_penalty": Bound(-2, 2),
-    # Logits are divided by it, and must stay finite.
-    "repetition_penalty": Bound(1e-3, 2),
-    # The engine's integers have 32 bits, and 64 for the seed.
-    "top_k": Bound(-1, _INT32, is_whole=True),
-    "min_new_tokens": Bound(0, _INT32, is_whole=True),
-    "max_new_tokens": Bound(0, _INT32, is_whole=True),
-    "sampling_seed": Bound(-(2**63), 2**63 - 1, is_whole=True),
-    # Output tokens are counted modulo this.
-    "stream_interval": Bound(1, _INT32, is_whole=True),
-    # The limit of OpenAI; SGLang holds all choices at once.
-    "n": Bound(1, 128, is_whole=True),
-}
-"""Sampling parameters, under SGLang's names."""
-
-FIELD_BOUNDS: Final[Mapping[str, Bound]] = {
-    # Offline requests get a priority below all of these.
-    "priority": Bound(-(2**31), _INT32, is_whole=True),
-    "max_thinking_tokens": Bound(0, _INT32, is_whole=True),
-    "top_logprobs_num": Bound(0, _MOST_LOGPROBS, is_whole=True),
-    "logprob_start_len": Bound(-1, _INT32, is_whole=True),
-    "routed_experts_start_len": Bound(0, _INT32, is_whole=True),
-    "routed_dp_rank": Bound(0, _INT32, is_whole=True),
-    "data_parallel_rank": Bound(0, _INT32, is_whole=True),
-    "disagg_prefill_dp_rank": Bound(0, _INT32, is_whole=True),
-    "decode_tp_size": Bound(1, _INT32, is_whole=True),
-    "bootstrap_port": Bound(0, 2**16 - 1, is_whole=True),
-    "bootstrap_room": Bound(0, 2**63 - 1, is_whole=True),
-    "received_time": Bound(0, 1e12),
-    # Tiles of a picture, each as costly as a small picture; SGLang's models have 12 by themselves.
-    "min_dynamic_patch": Bound(1, 128, is_whole=True),
-    "max_dynamic_patch": Bound(1, 128, is_whole=True),
-    "image_max_dynamic_patch": Bound(1, 128, is_whole=True),
-    "video_max_dynamic_patch": Bound(1, 128, is_whole=True),
-}
-"""Other fields of SGLang's requests."""
 
 
 def check_number(name: str, value: object, bound: Bound) -> None:
@@ -97,6 +48,22 @@ def check_number(name: str, value: object, bound: Bound) -> None:
     raise RequestError(f"{name} is {excerpt(value)}: use {number}{of}, {ends}")
 
 
+def check_options(name: str, value: object) -> None:
+    """Check the numbers among options of a media processor, which are JSON. O(options).
+
+    Raises:
+        RequestError: one is out of its bounds.
+    """
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            check_options(key, one)
+    elif isinstance(value, list):
+        for one in value:
+            check_options(name, one)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        check_number(name[:64], value, OPTIONS.get(name, OPTION))
+
+
 def excerpt(value: object) -> str:
     """Return the text of a value for an error message, in at most 41 characters."""
     # Python refuses to convert a huge integer to decimal digits.
@@ -107,6 +74,11 @@ def excerpt(value: object) -> str:
 def _told(end: float) -> str:
     return str(end) if isinstance(end, int) else f"{end:g}"
 
+
+_OF_PROCESSORS: Final = ("video_config", "images_config", "mm_processor_kwargs")
+"""Fields with options for media processors."""
+
+_MEDIA: Final = ("image_data", "video_data", "audio_data")
 
 _MOST_REQUESTS: Final = 2048
 """Engine requests from one body, where each choice counts: the limit of inputs in OpenAI's
@@ -127,47 +99,45 @@ _MOST_STOPS: Final = 128
 _MOST_STOP_CHARS: Final = 4096
 """SGLang searches for each stop string after every token, while all other requests wait."""
 
-_SERVER_FIELDS: Final = ("lora_id", "http_worker_ipc", "mm_data_mooncake", "encoder_urls")
-"""Fields of SGLang's request that only SGLang itself may set."""
 
-_SERVER_PARAMS: Final = (
-    *("is_normalized", "stop_strs", "stop_str_max_len", "stop_regex_strs", "stop_regex_max_len"),
-)
-"""Sampling parameters that only SGLang itself may set."""
-
-
-def check_request(request: Any, *, is_health_check: bool = False) -> None:
+def check_request(
+    request: Any, *, given_by_client: bool = True, is_health_check: bool = False
+) -> None:
     """Check a ``GenerateReqInput`` or ``EmbeddingReqInput`` before SGLang processes it.
 
-    SGLang makes a separate engine request of every prompt and choice. O(stop conditions).
+    ``given_by_client`` is whether a client may have set any of its fields. Other requests were made
+    by SGLang's own handlers, which set ``Rule.SERVER`` fields, too. SGLang makes a separate engine
+    request of every prompt and choice. O(fields + stop conditions).
 
     Raises:
-        RequestError: a number is out of its bounds.
-        ValueError: it would become too many engine requests, has an invalid id or stop
-            condition, or fields that clients may not set.
+        RequestError: a field may not be set, or a number is out of its bounds.
+        ValueError: it would become too many engine requests, or has an invalid id or stop
+            condition.
     """
-    for name in _SERVER_FIELDS:
-        if getattr(request, name, None) is not None:
-            raise ValueError(f"{name} is set by the server only: leave it out")
+    for name, value in _set_fields(request):
+        rule = FIELDS.get(name)
+        _check_rule(name, rule, given_by_client=given_by_client)
+        if isinstance(rule, Bound):
+            for one in value if isinstance(value, list) else [value]:
+                if one is not None:
+                    check_number(name, one, rule)
+        elif name in _OF_PROCESSORS:
+            check_options(name, value)
+        elif name in _MEDIA and given_by_client:
+            _check_files(name, value)
     if not is_health_check:
         _check_ids(request.rid)
-    for name, bound in FIELD_BOUNDS.items():
-        value = getattr(request, name, None)
-        for one in value if isinstance(value, list) else [value]:
-            if one is not None:
-                check_number(name, one, bound)
     given = request.sampling_params
     num_choices = 1
     patterns: dict[str, None] = {}
     for params in given if isinstance(given, list) else [given or {}]:
+        for name, value in params.items():
+            rule = PARAMS.get(name)
+            _check_rule(name, rule, given_by_client=given_by_client)
+            # SGLang counts the choices before it replaces a null.
+            if isinstance(rule, Bound) and (value is not None or name == "n"):
+                check_number(name, value, rule)
         num_choices = params.get("n", 1)
-        check_number("n", num_choices, PARAM_BOUNDS["n"])
-        for name, bound in PARAM_BOUNDS.items():
-            if params.get(name) is not None:
-                check_number(name, params[name], bound)
-        for name in _SERVER_PARAMS:
-            if name in params:
-                raise ValueError(f"{name} is set by the server only: leave it out")
         if params.get("beam_width") not in (None, 1):
             # SGLang has it since 0.5.22; its requests cannot be planned, paused or retracted here.
             raise ValueError("beam search is not co-served: leave beam_width out, or use 1")
@@ -181,7 +151,40 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
         )
 
 
-def check_values(request: Any, vocab_size: int, given_ids: Sequence[int] | None) -> None:
+def _check_files(name: str, value: object) -> None:
+    """Check that media are files: SGLang sends tensors of any shape and key to the scheduler."""
+    if isinstance(value, list):
+        for one in value:
+            _check_files(name, one)
+    elif isinstance(value, Mapping) and "format" in value:
+        raise RequestError(f"{name}: computed features are set by the server only: send the file")
+
+
+def _set_fields(request: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that have another value than null and their default."""
+    for field in fields(request):
+        value = getattr(request, field.name)
+        is_default = field.default is not MISSING and type(value) is type(field.default)
+        if value is not None and not (is_default and value == field.default):
+            yield field.name, value
+
+
+def _check_rule(name: str, rule: Bound | Rule | None, *, given_by_client: bool) -> None:
+    if rule is None:
+        raise RequestError(f"{excerpt(name)} is no field that co-serving knows: leave it out")
+    if rule is Rule.REFUSED or (rule is Rule.SERVER and given_by_client):
+        raise RequestError(f"{name} is {rule.value}: leave it out")
+
+
+class ModelLimits(NamedTuple):
+    """Sizes of the model."""
+
+    vocab_size: int
+    hidden_size: int
+    context_tokens: int
+
+
+def check_values(request: Any, model: ModelLimits, given_ids: Sequence[int] | None) -> None:
     """Check a request that SGLang has tokenized, and whose fields have the right types.
 
     ``given_ids`` are the token ids of the prompt as the client gave them, if it did: those of a
@@ -191,8 +194,10 @@ def check_values(request: Any, vocab_size: int, given_ids: Sequence[int] | None)
     request's ``min_new_tokens`` would make the engine look them up. O(prompt tokens).
 
     Raises:
-        ValueError: it has no token, token ids outside the vocabulary, or values out of range.
+        ValueError: it has no token, token ids outside the vocabulary, values out of range, or asks
+            for too many log-probabilities.
     """
+    vocab_size = model.vocab_size
     if request.input_ids is not None and len(request.input_ids) == 0:
         raise ValueError("the prompt is empty: use at least one token")
     prompt = request.input_ids if request.mm_inputs is None else given_ids
@@ -206,7 +211,7 @@ def check_values(request: Any, vocab_size: int, given_ids: Sequence[int] | None)
     biases, scored = params.logit_bias or {}, getattr(request, "token_ids_logprob", None) or ()
     for name, count, most in (
         ("logit_bias", len(biases), _MOST_BIASES),
-        ("token_ids_logprob", len(scored), _MOST_LOGPROBS),
+        ("token_ids_logprob", len(scored), MOST_LOGPROBS),
     ):
         if count > most:
             raise ValueError(f"{name} has {count} tokens: use at most {most}")
@@ -215,6 +220,9 @@ def check_values(request: Any, vocab_size: int, given_ids: Sequence[int] | None)
             raise ValueError(f"the logit_bias of {token} is {bias!r}: use -100 to 100")
     if (asked := getattr(request, "top_logprobs_num", 0)) > vocab_size:
         raise ValueError(f"{asked} top logprobs: use 0 to {vocab_size}")
+    add_logprobs(request, model.context_tokens)
+    if (overrides := request.positional_embed_overrides) is not None:
+        _check_vectors(overrides.embeds, model.hidden_size)
 
 
 def _check_ids(rid: Any) -> None:
@@ -242,19 +250,22 @@ def _checked_stops(params: Mapping[str, Any], name: str) -> Sequence[str]:
 
 
 def _num_prompts(request: Any) -> int:
-    for name in ("text", "input_ids", "input_embeds"):
-        prompts = getattr(request, name, None)
+    for name in ("text", "input_ids"):
+        prompts = getattr(request, name)
         if isinstance(prompts, list):
-            # SGLang tells one prompt from several by its first token: an id, or a vector.
-            token = prompts[0] if prompts else None
-            if name == "input_embeds" and isinstance(token, list) and token:
-                is_single = isinstance(token[0], float)
-            else:
-                is_single = isinstance(token, int)
-            return 1 if is_single else len(prompts)
+            # SGLang tells token ids of one prompt from several prompts by the first item.
+            return 1 if prompts and isinstance(prompts[0], int) else len(prompts)
         if prompts is not None:
             return 1
     return 1
+
+
+def _check_vectors(vectors: Any, hidden_size: int) -> None:
+    """Check the rows of a tensor that take the place of tokens' embeddings."""
+    if (width := vectors.shape[-1]) != hidden_size:
+        raise ValueError(f"embed_overrides: a vector has {width} numbers: use {hidden_size}")
+    if not vectors.isfinite().all():
+        raise ValueError("embed_overrides: not all numbers are finite: send finite ones")
 
 
 def _check_token_ids(name: str, token_ids: array[int], vocab_size: int) -> None:

@@ -12,16 +12,27 @@ from sglang_coserve.guard.bodies import (
     body_limits,
     install_body_errors,
     install_fail_fast,
+    install_fail_fast_chats,
     install_paced_protocol,
 )
+from sglang_coserve.guard.chat_fields import trust_templates
 
 
-def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) -> None:
-    """Install the guard in SGLang's module ``http_server``, for the routes that its app has by now;
-    see ``RequestGateMiddleware`` for ``free_prefixes``."""
+def install_in_server(
+    http_server: Any, *, free_prefixes: tuple[str, ...] = (), trusts_templates: bool = False
+) -> None:
+    """Install the guard in SGLang's module ``http_server``, for the routes that its app has by now.
+
+    Args:
+        http_server: The module.
+        free_prefixes: See ``RequestGateMiddleware``.
+        trusts_templates: Whether a request may bring a chat template.
+    """
+    from sglang_coserve.guard.output_parsers import install_parser_bounds
     from sglang_coserve.guard.threaded_handlers import replace_handlers
 
     app = http_server.app
+    trust_templates(are_trusted=trusts_templates)
     install_paced_protocol()
     # The last one runs first.
     app.add_middleware(
@@ -31,11 +42,13 @@ def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) 
     )
     app.add_middleware(UnreadBodyMiddleware)
     install_fail_fast(app)
+    install_fail_fast_chats()
     install_body_errors(app)
     stock_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncGenerator[Any]:
+        install_parser_bounds()
         async with stock_lifespan(app) as state:
             replace_handlers(app.state)
             yield state

@@ -5,6 +5,8 @@ SGLang 0.5.17 opens whatever a request names, in the process of the HTTP server:
 batch, could read files of the server and call services that only it can reach (SSRF).
 Here the content is fetched before SGLang sees the request, and SGLang gets it inline,
 so that its loaders, of which several models have their own, open nothing.
+
+What a file becomes once it is decoded is bounded, too (``sizes``), wherever the file comes from.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
 import httpx
+import pybase64
 
+from sglang_coserve.guard.engine_limits import check_options
+from sglang_coserve.guard.sizes import PIXELS, Size, Sizes, measured, sizes
 from sglang_coserve.network import OutboundTransport
 
-_MAX_BYTES: Final = 64 << 20
-"""Most to fetch for one request, as much as a body with its media inline may have."""
+FETCHED: Final = Size("bytes of files to fetch", 64 << 20, "send fewer or smaller ones")
+"""The bound of a body whose media are inline."""
 
 _TIMEOUT_S: Final = 10.0
 """Time limit for one file; SGLang's own loaders wait as long for the next bytes of a video."""
@@ -44,31 +49,36 @@ _WORDS: Final = frozenset({"format", "modality", "type"})
 
 
 class _Fetching:
-    """What the files of one request share."""
+    """State that the files of one prompt share."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Semaphore(_AT_ONCE)
-        self.left_bytes = _MAX_BYTES
+        self.sizes = sizes()
 
 
 class MediaSources:
-    """Replaces the media of requests by their content; with ``allow_urls``, fetches public URLs."""
+    """Replaces the media of requests by their content, and measures them.
 
-    def __init__(self, *, allow_urls: bool) -> None:
+    ``allow_urls`` is whether public URLs are fetched, ``leaves_names`` whether SGLang opens what
+    is named itself.
+    """
+
+    def __init__(self, *, allow_urls: bool, leaves_names: bool = False) -> None:
         self._allow_urls = allow_urls
+        self._leaves_names = leaves_names
         # Created once, because loading the certificates takes tens of milliseconds.
         self._transport = OutboundTransport()
 
     @classmethod
-    def named(cls, name: str) -> MediaSources | None:
-        """Return the sources for a value of ``--media-sources``; None for "any" (SGLang's way)."""
-        return None if name == "any" else cls(allow_urls=name == "public")
+    def named(cls, name: str) -> MediaSources:
+        """Return the sources for a value of ``--media-sources``."""
+        return cls(allow_urls=name == "public", leaves_names=name == "any")
 
     async def bring(self, request: Any) -> None:
         """Replace the media that a ``GenerateReqInput`` or ``EmbeddingReqInput`` refers to.
 
         Raises:
-            ValueError: a source is not allowed, or cannot be fetched.
+            ValueError: a source is not allowed, cannot be fetched, or is too large.
         """
         fetching = _Fetching()
         for kind in _TYPES:
@@ -82,14 +92,20 @@ class MediaSources:
             return await self._content(item, kind, fetching)
         if isinstance(item, list | tuple):
             return await self._all_brought(item, kind, fetching)
+        if isinstance(item, bytes):
+            async with fetching.turn:
+                await self._measure(item, kind, fetching)
+            return item
         if isinstance(item, Mapping):
+            _check_options(kind, item, fetching.sizes)
             return {
                 key: value if key in _WORDS else await self._brought(value, kind, fetching)
                 for key, value in item.items()
             }
         if is_dataclass(item) and not isinstance(item, type) and hasattr(item, "url"):
+            _check_options(kind, vars(item), fetching.sizes)
             return replace(item, url=await self._brought(item.url, kind, fetching))
-        return item  # Bytes, or a number of what has been processed already.
+        return item  # A number of features that are computed already.
 
     async def _all_brought(
         self, items: Sequence[Any], kind: str, fetching: _Fetching
@@ -117,17 +133,34 @@ class MediaSources:
     async def _content(self, source: str, kind: str, fetching: _Fetching) -> str:
         """Return a ``data:`` URL."""
         scheme = source[:8].lower()
-        if scheme.startswith("data:"):
-            return "data:" + source[5:]
-        if not scheme.startswith(("http://", "https://")):
-            async with fetching.turn:
-                return await asyncio.to_thread(_inline, source, kind)
-        if not self._allow_urls:
+        is_data, is_url = scheme.startswith("data:"), scheme.startswith(("http://", "https://"))
+        if is_url and not (self._allow_urls or self._leaves_names):
             raise ValueError(f"{kind}: send it as a data: URL; this server fetches none")
         async with fetching.turn:
-            media_type, content = await self._fetched(source, kind, fetching)
-        encoded = await asyncio.to_thread(base64.b64encode, content)
-        return f"data:{media_type};base64,{encoded.decode()}"
+            if is_url and self._allow_urls:
+                media_type, content = await self._fetched(source, kind, fetching)
+                encoded = await asyncio.to_thread(base64.b64encode, content)
+                source = f"data:{media_type};base64,{encoded.decode()}"
+            else:
+                head, _, text = source.partition(",") if is_data else ("", "", source)
+                decoded = await asyncio.to_thread(_content_of, text)
+                if self._leaves_names and not is_data:
+                    pass  # A path can look like base64.
+                elif decoded is None:
+                    raise ValueError(
+                        f"{kind}: {source[:64]!r} is neither base64 nor an http(s): or data: URL, "
+                        "and files of the server are not read"
+                    )
+                else:
+                    head = f"data:{head[5:]}" if is_data else f"data:{_TYPES[kind]};base64"
+                    source = f"{head},{text}"
+                content = decoded or b""
+            await self._measure(content, kind, fetching)
+        return source
+
+    async def _measure(self, content: bytes, kind: str, fetching: _Fetching) -> None:
+        for size, count in await asyncio.to_thread(lambda: list(measured(kind, content))):
+            fetching.sizes.add(size, count)
 
     async def _fetched(self, url: str, kind: str, fetching: _Fetching) -> tuple[str, bytes]:
         """Fetch ``url``; return the media type and the bytes.
@@ -155,12 +188,7 @@ class MediaSources:
                 content = bytearray()
                 async for chunk in response.aiter_raw():
                     content += chunk
-                    fetching.left_bytes -= len(chunk)
-                    if fetching.left_bytes < 0:
-                        raise ValueError(
-                            f"{source} is too large: all files of a request may have "
-                            f"{_MAX_BYTES:,} bytes together: send fewer or smaller ones"
-                        )
+                    fetching.sizes.add(FETCHED, len(chunk))
         except TimeoutError:
             raise ValueError(f"{source} did not come within {_TIMEOUT_S:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
@@ -170,13 +198,24 @@ class MediaSources:
         return found[0] if found else _TYPES[kind], bytes(content)
 
 
-def _inline(source: str, kind: str) -> str:
-    """Return bare base64 as a ``data:`` URL, which no loader mistakes for a path."""
+def _content_of(encoded: str) -> bytes | None:
+    """Return what base64 says; None if the text is no base64, as SGLang's loaders see it."""
     try:
-        base64.b64decode(source, validate=True)
+        return pybase64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError(
-            f"{kind}: {source[:64]!r} is neither base64 nor an http(s): or data: URL, and files of "
-            "the server are not read"
-        ) from None
-    return f"data:{_TYPES[kind]};base64,{source}"
+        return None
+
+
+def _check_options(kind: str, item: Mapping[str, Any], counts: Sizes) -> None:
+    """Check the fields of an image or video beside its source.
+
+    Raises:
+        ValueError: an option may not be set, or is out of its bounds.
+    """
+    if item.get("content_hash") is not None:
+        raise ValueError(f"{kind}: content_hash is set by the server only: leave it out")
+    if "format" in item:
+        return  # Computed features are numbers without bounds.
+    check_options(kind, item)
+    if kind == "image" and item.get("min_pixels") is not None:
+        counts.add(PIXELS, int(item["min_pixels"]))  # A small image is enlarged to so many.

@@ -15,16 +15,18 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
+from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import msgpack_encode
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.utils import msgpack_decode_explained
 
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.engine_limits import check_request, check_values
+from sglang_coserve.guard.engine_limits import ModelLimits, check_request, check_values
 from sglang_coserve.guard.grammar_process import GrammarSettings
 from sglang_coserve.guard.grammars import GrammarTrials
 from sglang_coserve.guard.media_sources import MediaSources
 from sglang_coserve.guard.sampling import give_each_choice_its_seed
+from sglang_coserve.guard.sizes import begin_sizes
 from sglang_coserve.guard.threaded_handlers import LARGE_CHARS, finished
 
 _MALFORMED: Final = (
@@ -32,7 +34,9 @@ _MALFORMED: Final = (
 )
 """Exceptions that SGLang raises on fields of unexpected types and lengths."""
 
-_PICKLED: Final = ("mm_inputs", "mm_data_mooncake", "time_stats")
+_MADE: Final = ("mm_inputs", "mm_data_mooncake", "time_stats")
+"""Fields of the message that hold no values of a client's, but tensors and objects of SGLang's."""
+
 _HEALTH_PATHS: Final = ("/health", "/health_generate")
 
 _PROMPTS_AT_ONCE: Final = 64
@@ -78,7 +82,12 @@ class GuardedTokenizerManager(TokenizerManager):
         path = getattr(getattr(request, "url", None), "path", None)
         has_answered = False
         try:
-            check_request(obj, is_health_check=path in _HEALTH_PATHS)
+            begin_sizes()
+            check_request(
+                obj,
+                given_by_client=_is_body(request),
+                is_health_check=path in _HEALTH_PATHS,
+            )
             async with aclosing(self.serve(obj, request)) as outputs:
                 async for output in outputs:
                     has_answered = True
@@ -163,8 +172,23 @@ class GuardedTokenizerManager(TokenizerManager):
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         tokenized = _as_the_scheduler_reads(super()._create_tokenized_object(obj, *args, **kwargs))
-        check_values(tokenized, self.model_config.vocab_size, obj.input_ids)
+        config = self.model_config
+        model = ModelLimits(config.vocab_size, config.hidden_size, int(self.context_len))
+        check_values(tokenized, model, obj.input_ids)
         return tokenized
+
+
+def _is_body(request: Any) -> bool:
+    """Return whether a request of SGLang's has the fields of the body that came with ``request``.
+
+    Other routes have types of their own for bodies, and SGLang's handlers make requests from them.
+    """
+    route = getattr(request, "scope", {}).get("route")
+    bodies = getattr(getattr(route, "dependant", None), "body_params", ())
+    return any(
+        getattr(body.field_info.annotation, "__module__", None) == io_struct.__name__
+        for body in bodies
+    )
 
 
 class _From:
@@ -193,22 +217,13 @@ def _num_chars(texts: str | Iterable[Any]) -> int:
 def _as_the_scheduler_reads(tokenized: Any) -> Any:
     """Return the message decoded as the scheduler would. O(its size).
 
-    Fields that SGLang pickles are kept as they are, and so are ``custom_params``, which
-    may be any JSON object.
+    Fields that SGLang itself makes are kept as they are.
 
     Raises:
         ValueError: a field has another type; the message names it.
     """
-    params = tokenized.sampling_params
-    kept = {name: getattr(tokenized, name) for name in _PICKLED if hasattr(tokenized, name)}
-    custom_params = params.custom_params
-    if not isinstance(custom_params, dict | None):
-        raise ValueError("custom_params: use an object, with names and values")
-    message = msgspec.structs.replace(
-        tokenized,
-        sampling_params=msgspec.structs.replace(params, custom_params=None),
-        **dict.fromkeys(kept),
-    )
+    kept = {name: getattr(tokenized, name) for name in _MADE if hasattr(tokenized, name)}
+    message = msgspec.structs.replace(tokenized, **dict.fromkeys(kept))
     try:
         read = msgpack_decode_explained(msgpack_encode(message))
     except (ValueError, *_MALFORMED) as error:
@@ -216,7 +231,6 @@ def _as_the_scheduler_reads(tokenized: Any) -> Any:
         raise ValueError(f"{field or 'malformed request'}: {error}") from error
     for name, value in kept.items():
         setattr(read, name, value)
-    read.sampling_params.custom_params = custom_params
     return read
 
 

@@ -36,12 +36,14 @@ class LineServer:
         self._run = secrets.token_hex(8)
         self._closed: str | None = None
         self._streams: set[LineStream] = set()
-        backend.when_changing(lambda: self._take_out(_ENGINE_CHANGES))
+        backend.when_changing(lambda: self.take_out(_ENGINE_CHANGES))
 
     @property
     def refuses(self) -> str | None:
         """Why no lines are taken now; None when they are."""
-        return self._closed or (_ENGINE_CHANGES if self._backend.is_changing else None)
+        if self._closed is None and self._backend.is_changing:
+            return _ENGINE_CHANGES
+        return self._closed or self._backend.stalled_by
 
     @property
     def num_in_flight(self) -> int:
@@ -84,6 +86,11 @@ class LineServer:
         for stream in self._streams:
             stream.close(why)
 
+    def take_out(self, why: str) -> None:
+        """Give all lines back, each after what the engine has generated of it."""
+        for stream in self._streams:
+            stream.take_out(why)
+
     def open(self) -> None:
         """Take lines again after ``close``."""
         self._closed = None
@@ -105,10 +112,6 @@ class LineServer:
         if self.refuses is None and attempt.model != model:
             return f"the engine has the model {model}, and the line is of {attempt.model}"
         return self.refuses
-
-    def _take_out(self, why: str) -> None:
-        for stream in self._streams:
-            stream.take_out(why)
 
 
 class _StreamResponse(Response):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from sglang_coserve.errors import RequestError
@@ -18,12 +19,21 @@ _PIECE_BYTES: Final = 1 << 16
 """Takes 0.6 ms at the worst (nothing but quotation marks)."""
 
 
+MAX_DEPTH: Final = 512
+"""Levels of lists and objects within each other. Parsers count levels with the frames of Python
+that they are called in (Python 3.11), so without a bound of ours a line that one place parses could
+be too deep for another."""
+
 COMMON_CONTEXT_TOKENS: Final = 131_072
 """The context of common models, where the model's is not known."""
 
 
 class BodyTooLargeError(RequestError):
     """A body is beyond a limit."""
+
+
+class BodyTooDeepError(BodyTooLargeError):
+    """A body has too many levels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,11 @@ class BodyLimits:
     is longer."""
 
 
+_FLAT_LEVELS: Final = 4
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_STEP: Final = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
+
+
 class BodyMeter:
     """Measures a body that comes in pieces. Pieces of valid JSON; of anything else it counts
     something, and a parser says what is wrong."""
@@ -61,6 +76,7 @@ class BodyMeter:
         self._values = 0
         self._objects = 0
         self._keys = 0
+        self._depth = 0
         self._is_in_string = False
         self._is_escaped = False
 
@@ -95,9 +111,24 @@ class BodyMeter:
         outside = b"".join(parts[self._is_in_string :: 2])
         self._is_in_string ^= len(parts) % 2 == 0
         objects = outside.count(b"{")
+        openings = outside.count(b"[") + objects
         self._objects += objects
         self._keys += outside.count(b":")
-        self._values += outside.count(b",") + outside.count(b"[") + objects
+        self._values += outside.count(b",") + openings
+        if self._depth + openings > MAX_DEPTH:
+            self._raise_if_deep(outside)
+        self._depth += openings - outside.count(b"]") - outside.count(b"}")
+
+    def _raise_if_deep(self, outside: bytes) -> None:
+        brackets = outside.translate(None, _NO_BRACKETS)
+        for _ in range(_FLAT_LEVELS):  # Most of them go at once, by the innermost.
+            brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        depths = accumulate(map(_STEP.__getitem__, brackets), initial=self._depth)
+        if any(depth > MAX_DEPTH - _FLAT_LEVELS for depth in depths):
+            raise BodyTooDeepError(
+                f"the request has lists or objects in each other, more than {MAX_DEPTH} levels:"
+                " nest them less"
+            )
 
 
 def check_body(content: bytes, limits: BodyLimits) -> None:

@@ -4,7 +4,9 @@
 JSON, checks the whole of it and prints a ``FileReport`` in JSON. A file is good when it has no
 faults; the order of its lines is then written to ``ORDER`` (``PrefixSorter``), if they are many.
 With an offset in bytes in place of ``LIMITS`` it prints the ``custom_id`` of the line that begins
-there, which has been checked before, and is too large to be served.
+there, which has been checked before, and is too large to be served; null if it is no request.
+
+What SQLite sorts it keeps in the folder of the environment variable SQLITE_TMPDIR.
 
 ``estimate_file`` runs in the server: an answer at once, whatever the size of the file.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -168,7 +170,9 @@ def main(path: str, endpoint: str, wanted: str, order: str = "") -> None:
     found: object
     with Path(path).open("rb", buffering=_READ_BYTES) as file:
         if wanted.isdecimal():
-            found = _large_request(file, int(wanted), endpoint).custom_id
+            found = None
+            with suppress(BadLineError):
+                found = _large_request(file, int(wanted), endpoint).custom_id
         else:
             limits = CheckLimits(**orjson.loads(wanted))
             with closing(PrefixSorter()) as sorter:

@@ -126,6 +126,9 @@ class SeenIds:
         self._db.close()
 
 
+SCRATCH_BYTES: Final = 300
+"""Most bytes that one line takes in the temporary folder and in the order."""
+
 _ENTRY: Final = Struct("<QI")
 """Offset and number of a line. Before the first comes how many there are, and a CRC-32 of all."""
 

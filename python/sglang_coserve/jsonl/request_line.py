@@ -10,11 +10,24 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body, mended_json
+from sglang_coserve.jsonl.body_limits import (
+    MAX_DEPTH,
+    BodyLimits,
+    BodyTooDeepError,
+    BodyTooLargeError,
+    check_body,
+    mended_json,
+)
 
 _ANY_ENDPOINT: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 _ENDPOINTS: Final = (*_ANY_ENDPOINT, "/v1/responses")
 _FIELDS: Final = ("custom_id", "method", "url", "body")
+
+MAX_ID_CHARS: Final = 512
+"""Longest ``custom_id``. It is in memory while its line is served, and in the line's record."""
+
+MAX_MODEL_CHARS: Final = 256
+"""Longest name of a model."""
 
 _MAX_VALUES: Final = 1_000_000
 _BYTES_PER_TOKEN: Final = 4
@@ -76,7 +89,7 @@ def request_of(fields: object, endpoint: str | None) -> RequestLine:
         if name not in fields:
             raise BadLineError("invalid_request", f"{name} is missing", name)
     if (custom_id := custom_id_of(fields)) is None:
-        message = "custom_id must be a string, not empty"
+        message = f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters"
         raise BadLineError("invalid_request", message, "custom_id")
     url, body = fields["url"], fields["body"]
     if isinstance(url, str):
@@ -134,6 +147,18 @@ def _set_fields(struct: msgspec.Struct) -> dict[str, Any]:
     }
 
 
+class _Id(msgspec.Struct):
+    custom_id: str | None = None
+
+
+def id_in(content: bytes) -> str | None:
+    """Return the ``custom_id`` of a line that is no request; None where it cannot be told."""
+    try:
+        return custom_id_of({"custom_id": msgspec.json.decode(content, type=_Id).custom_id})
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+
+
 def parse_json(content: bytes) -> Any:
     """Return the JSON value of a line.
 
@@ -141,12 +166,14 @@ def parse_json(content: bytes) -> Any:
 
     Raises:
         LineTooLargeError: it has too many values to be held in memory.
-        BadLineError: it is not JSON in UTF-8, or too deeply nested (about 1,000 levels).
+        BadLineError: it is not JSON in UTF-8, or too deeply nested (``MAX_DEPTH``).
     """
     # An empty list of 2 bytes becomes an object of 56: the size of a line does not bound it.
-    if len(content) > _MAX_VALUES:
+    if len(content) > _MAX_VALUES or content.count(b"[") + content.count(b"{") > MAX_DEPTH:
         try:
             check_body(content, BodyLimits(len(content), _MAX_VALUES, _MAX_VALUES, len(content)))
+        except BodyTooDeepError as error:
+            raise BadLineError("invalid_json_line", str(error)) from None
         except BodyTooLargeError:
             message = f"the request has more than {_MAX_VALUES:,} values: split it"
             raise LineTooLargeError("line_too_complex", message) from None
@@ -165,7 +192,8 @@ def parse_json(content: bytes) -> Any:
 def custom_id_of(fields: object) -> str | None:
     """Return the ``custom_id`` of a parsed line; None where it has none that names it."""
     custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
-    return custom_id if isinstance(custom_id, str) and custom_id else None
+    is_id = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_ID_CHARS
+    return custom_id if is_id else None
 
 
 def output_limit(body: Mapping[str, Any]) -> int | None:
@@ -193,11 +221,14 @@ def served_name(model: object, names: Sequence[str]) -> str | None:
     """Return what answers to ``model``: the model's name, or ``MODEL:ADAPTER``; None if nothing.
 
     What is no name, or cannot be checked because nothing is known, is for the engine to refuse.
+    Nothing has a name of more than ``MAX_MODEL_CHARS``.
 
     Args:
         model: As a request has it.
         names: The model's, then its adapters'; empty while they are unknown.
     """
+    if isinstance(model, str) and len(model) > MAX_MODEL_CHARS:
+        return None
     if not names:
         return model if isinstance(model, str) else ""
     name, *adapters = names

@@ -67,10 +67,6 @@ class LineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     kv: MovedKv | None = None
     """What an engine has left of it that had it before; None if nothing is known."""
 
-    only_prompt: bool = False
-    """Whether it is no line, but the prompt of an online request: it is computed like one, and
-    handed back with its KV."""
-
     due_in_s: float | None = None
     """On the wire, in place of ``deadline_s``: two machines may have different clocks."""
 

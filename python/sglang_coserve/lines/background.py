@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import os
 import random
+import selectors
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import IO, Any, Final, ParamSpec, TypeVar, cast
 
 import orjson
 
@@ -81,10 +83,14 @@ async def to_its_end(work: Awaitable[_T]) -> _T:
         raise
 
 
-async def run_module(what: str, module: str, *arguments: str) -> Any:
-    """Run ``python -m module`` and return the JSON that it prints.
+_MOST_SAID_BYTES: Final = 1 << 20
+"""Most output of a process, as its JSON is parsed on the event loop. 100 faults take 30 kB."""
 
-    Cancelling the call ends the process.
+
+async def run_module(what: str, module: str, *arguments: str, **variables: str) -> Any:
+    """Run ``python -m module`` and return the JSON that it prints, 1 MiB at the most.
+
+    ``variables`` are added to its environment. Cancelling the call ends the process.
 
     Raises:
         StorageError: the process failed; the message begins with ``what``.
@@ -102,11 +108,12 @@ async def run_module(what: str, module: str, *arguments: str) -> Any:
             stderr=pipe,
             # A new session, so that Ctrl-C in the terminal reaches only the server.
             start_new_session=True,
+            env={**os.environ, **variables},
         ) as process:
             started.append(process)
             if not is_wanted:
                 process.kill()
-            found, said = process.communicate()
+            found, said = _bounded_output(process, _MOST_SAID_BYTES)
         return process.returncode, found, said
 
     # Not as an asyncio subprocess: uvloop forks, which blocks the event loop for 40 ms per
@@ -126,6 +133,32 @@ async def run_module(what: str, module: str, *arguments: str) -> Any:
         lines = said.decode(errors="replace").strip().splitlines() or ["no message"]
         raise StorageError(f"{what} ended with {status}: {lines[-1]}")
     return orjson.loads(found)
+
+
+def _bounded_output(process: subprocess.Popen[bytes], most_bytes: int) -> tuple[bytes, bytes]:
+    """Return what a process prints, and what it says of errors, until its end. Blocks.
+
+    A process that prints more than ``most_bytes`` in all is killed.
+    """
+    assert process.stdout is not None
+    assert process.stderr is not None
+    printed = {process.stdout: bytearray(), process.stderr: bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for pipe in printed:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                pipe = cast(IO[bytes], key.fileobj)
+                piece = os.read(key.fd, 1 << 16)
+                printed[pipe] += piece
+                if not piece:
+                    selector.unregister(pipe)
+                elif sum(map(len, printed.values())) > most_bytes:
+                    process.kill()
+                    process.wait()
+                    return b"", f"it printed more than {most_bytes} bytes".encode()
+    process.wait()
+    return bytes(printed[process.stdout]), bytes(printed[process.stderr])
 
 
 _FIRST_PAUSE_S: Final = 0.5

@@ -1,13 +1,12 @@
 """A semaphore, fair in tokens, that decides which job may send its next line.
 
-Owners get equal shares, however many jobs they have, and the jobs of an owner divide the
-owner's share: urgent jobs first, then by priority, and within a priority in proportion to their
-weights. Both use virtual token counters: the one with the fewest tokens per weight
-goes next, and one that joins or returns starts level with the least served, so that
-idle time earns nothing (Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024, section 4.1). Two owners, or two jobs of one priority, that
-always wait differ by at most one line's tokens per weight. A line counts with its estimated
-tokens while it is in flight, and with its real tokens afterwards.
+Owners get equal shares, however many jobs they have. An owner's share goes to the job of the
+highest priority, among equals to the one with the earliest deadline. Owners have virtual token
+counters: the owner with the fewest tokens goes next, and an owner who joins or returns starts level
+with the least served, so that idle time earns nothing (Sheng et al., "Fairness in Serving Large
+Language Models", OSDI 2024, section 4.1). Two owners who always wait differ by at most one line's
+tokens. A line counts with its estimated tokens while it is in flight, and with its real tokens
+afterwards.
 """
 
 from __future__ import annotations
@@ -17,13 +16,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
-class SlotShare:
-    """The tokens that an owner or a job has taken so far."""
+class JobShare:
+    """A job that takes slots."""
 
-    def __init__(self, weight: float = 1.0) -> None:
-        self.weight = weight
-        self.served_per_weight = 0.0
-        """Tokens of finished lines per weight, plus what ``level`` has added."""
+    def __init__(self, owner: str, priority: int, deadline_s: float) -> None:
+        self.owner = owner
+        self.priority = priority
+        self.deadline_s = deadline_s
+        self.lines_in_flight = 0
+
+
+class _OwnerShare:
+    """The tokens that an owner has taken so far."""
+
+    def __init__(self) -> None:
+        self.served = 0
+        """Tokens of finished lines, plus what ``level`` has added."""
 
         self.tokens_in_flight = 0
         """Estimated tokens of the lines in flight."""
@@ -31,9 +39,9 @@ class SlotShare:
         self.lines_in_flight = 0
 
     @property
-    def taken_per_weight(self) -> float:
-        """Sort key: the share with the smallest value goes next."""
-        return self.served_per_weight + self.tokens_in_flight / self.weight
+    def taken(self) -> int:
+        """Sort key: the owner with the smallest value goes next."""
+        return self.served + self.tokens_in_flight
 
     def begin(self, estimated_tokens: int) -> None:
         """Count a line that was sent."""
@@ -44,25 +52,11 @@ class SlotShare:
         """Count a line that has ended and took ``tokens``."""
         self.lines_in_flight -= 1
         self.tokens_in_flight -= estimated_tokens
-        self.served_per_weight += tokens / self.weight
+        self.served += tokens
 
-    def level(self, others: Iterable[SlotShare]) -> None:
-        """Raise the counter of an idle share to the least of ``others``, which were not idle."""
-        least = min((other.served_per_weight for other in others), default=0.0)
-        self.served_per_weight = max(self.served_per_weight, least)
-
-
-class JobShare(SlotShare):
-    """The share of one job."""
-
-    def __init__(self, owner: str, priority: int, weight: float, deadline_s: float) -> None:
-        super().__init__(weight)
-        self.owner = owner
-        self.priority = priority
-        self.deadline_s = deadline_s
-        self.is_urgent = False
-        """Urgent jobs go before all others of their owner, whatever their priority, the earliest
-        deadline first."""
+    def level(self, others: Iterable[_OwnerShare]) -> None:
+        """Raise the counter of an idle owner to the least of ``others``, who were not idle."""
+        self.served = max(self.served, min((other.served for other in others), default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,7 @@ class FairSlots:
         self.bytes_in_flight = 0
         self._waiting: dict[JobShare, _Turn] = {}
         self._jobs: set[JobShare] = set()
-        self._owners: dict[str, SlotShare] = {}
+        self._owners: dict[str, _OwnerShare] = {}
         """Shares of owners with a job, and of former owners who would gain by being forgotten."""
 
         self._is_granting = False
@@ -97,7 +91,7 @@ class FairSlots:
     def join(self, job: JobShare) -> None:
         """Add a job."""
         self._jobs.add(job)
-        self._owners.setdefault(job.owner, SlotShare())
+        self._owners.setdefault(job.owner, _OwnerShare())
         self._level(job)
 
     def leave(self, job: JobShare) -> None:
@@ -125,40 +119,33 @@ class FairSlots:
         """Release the slot of a line that has ended and took ``tokens``."""
         self.lines_in_flight -= 1
         self.bytes_in_flight -= size_bytes
-        job.end(estimated_tokens, tokens)
+        job.lines_in_flight -= 1
         self._owners[job.owner].end(estimated_tokens, tokens)
         if job not in self._jobs:
             self._forget_owners()
         self._grant_soon()
 
     def _level(self, job: JobShare) -> None:
-        """Level the counters of a job and its owner with the busy ones, if they are idle."""
-        others = [
-            other
+        """Level the counter of the owner of ``job`` with the busy ones, if the owner is idle."""
+        busy = {
+            other.owner
             for other in self._jobs
             if other is not job and (other.lines_in_flight or other in self._waiting)
-        ]
-        if not job.lines_in_flight:
-            job.level(
-                other
-                for other in others
-                if (other.owner, other.priority) == (job.owner, job.priority)
-            )
+        }
         owner = self._owners[job.owner]
-        busy = {other.owner for other in others}
         if not owner.lines_in_flight and job.owner not in busy:
             owner.level(self._owners[name] for name in busy)
 
     def _forget_owners(self) -> None:
         """Forget owners who have left, except those who would gain by it when they return."""
         staying = {job.owner for job in self._jobs}
-        least = min((self._owners[name].served_per_weight for name in staying), default=None)
+        least = min((self._owners[name].served for name in staying), default=None)
         self._owners = {
             name: owner
             for name, owner in self._owners.items()
             if name in staying
             or owner.lines_in_flight
-            or (least is not None and owner.served_per_weight > least)
+            or (least is not None and owner.served > least)
         }
 
     def _grant_soon(self) -> None:
@@ -183,7 +170,7 @@ class FairSlots:
                 del self._waiting[job]
                 self.lines_in_flight += 1
                 self.bytes_in_flight += turn.size_bytes
-                job.begin(turn.estimated_tokens)
+                job.lines_in_flight += 1
                 self._owners[job.owner].begin(turn.estimated_tokens)
                 turn.granted.set_result(None)
                 self._grant_soon()
@@ -197,13 +184,11 @@ class FairSlots:
             and self.bytes_in_flight + size_bytes <= self._max_bytes
         )
 
-    def _sort_key(self, job: JobShare) -> tuple[float, str, bool, float, float, float]:
+    def _sort_key(self, job: JobShare) -> tuple[int, str, int, float]:
         """The smallest goes next."""
         return (
-            self._owners[job.owner].taken_per_weight,
+            self._owners[job.owner].taken,
             job.owner,  # Keeps jobs of different owners with equal counters from being compared.
-            not job.is_urgent,
-            job.deadline_s if job.is_urgent else 0.0,
             -job.priority,
-            job.taken_per_weight,
+            job.deadline_s,
         )

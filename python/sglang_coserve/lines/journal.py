@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import struct
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 from zlib import crc32
 
+from sglang_coserve.disk_room import NO_ROOM, no_bound
 from sglang_coserve.durable_files import discard, replace, write_all
 from sglang_coserve.errors import disk_errors
 from sglang_coserve.lines.background import WorkerThreads
@@ -62,15 +64,29 @@ class TokenJournal(LineTokens):
     is synced only when it is rewritten: entries survive a crash of the process at once and of the
     machine after some seconds; lost tokens are only computed again. Tokens can be continued only by
     the model that generated them, which the file identifies. Methods raise ``StorageError`` when
-    the disk is full or failing.
+    the disk is failing.
+
+    A journal gives way to all else on the disk. It does not grow while there is no room, and
+    anybody may delete its file at any time: the next write makes a whole one.
     """
 
-    def __init__(self, path: Path, model: str, compact_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        model: str,
+        compact_bytes: int,
+        room: Callable[[int], AbstractContextManager[None]] = no_bound,
+    ) -> None:
+        """``room`` is entered to write so many bytes; it raises OSError when there is none."""
         super().__init__(model)
         self._path = path
         self._head = _MAGIC + blake2b(model.encode(), digest_size=16).digest()
         self._compact_bytes = compact_bytes
+        self._room = room
         self._size_bytes = 0
+        self._is_whole = True
+        """False once the file lacks tokens that are not in ``_unwritten``."""
+
         self._unwritten = _no_tokens()
 
     def load(self, finished: LineBitmap) -> int:
@@ -82,6 +98,7 @@ class TokenJournal(LineTokens):
         self._tokens.clear()
         self._unwritten.clear()
         self._size_bytes = 0
+        self._is_whole = True
         with self._disk_errors():
             if not self._path.exists():
                 return 0
@@ -114,17 +131,21 @@ class TokenJournal(LineTokens):
 
     async def save(self, threads: WorkerThreads) -> None:
         """See ``LineTokens``; one call at a time."""
-        if self._unwritten:
+        if not self._unwritten:
+            return
+        # Asked before the bytes are put together: that takes time of the event loop.
+        tokens = self._unwritten if self._is_whole else self._tokens
+        if await threads.run(self._has_room, _size_bytes(tokens)):
             await threads.run(self.write, *self.take_unwritten())
 
     def take_unwritten(self) -> tuple[bytes, bool]:
         """Return the bytes for ``write``, and whether they replace the file.
 
-        The file is rewritten when it is larger than ``compact_bytes`` and most of
-        it belongs to finished lines.
+        The file is rewritten when it is not whole, and when it is larger than ``compact_bytes``
+        and most of it belongs to finished lines.
         """
-        live_bytes = sum(_HEADER.size + 4 * len(tokens) for tokens in self._tokens.values())
-        is_rewrite = self._size_bytes > max(self._compact_bytes, 2 * live_bytes)
+        is_large = self._size_bytes > max(self._compact_bytes, 2 * _size_bytes(self._tokens))
+        is_rewrite = is_large or not self._is_whole
         entries = self._tokens if is_rewrite else self._unwritten
         written = b"".join(_entry(line, tokens) for line, tokens in entries.items())
         self._unwritten.clear()
@@ -135,16 +156,41 @@ class TokenJournal(LineTokens):
 
     def write(self, written: bytes, is_rewrite: bool) -> None:
         """Write the result of ``take_unwritten``. Blocks; one call at a time."""
+        self._is_whole = False
         with self._disk_errors():
-            if is_rewrite:
-                replace(self._path, lambda file: file.write(written))
-                return
-            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND
-            fd = os.open(self._path, flags, 0o600)
             try:
-                write_all(fd, written)
-            finally:
-                os.close(fd)
+                with self._room(len(written)):
+                    if is_rewrite:
+                        replace(self._path, lambda file: file.write(written))
+                        self._is_whole = True
+                    else:
+                        self._is_whole = self._append(written)
+            except OSError as error:
+                if error.errno not in (*NO_ROOM, errno.ENOENT):
+                    raise
+
+    def _append(self, written: bytes) -> bool:
+        """Return whether the file was still there, and has got all that is ``written``."""
+        size_bytes = self._size_bytes - len(written)
+        create = 0 if size_bytes else os.O_CREAT
+        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_APPEND | create, 0o600)
+        try:
+            if os.fstat(fd).st_size != size_bytes:
+                return False
+            write_all(fd, written)
+        finally:
+            os.close(fd)
+        return True
+
+    def _has_room(self, size_bytes: int) -> bool:
+        with self._disk_errors():
+            try:
+                with self._room(size_bytes):
+                    return True
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+        return False
 
     def delete(self) -> None:
         """Delete the file, when all lines are finished. Blocks."""
@@ -157,6 +203,10 @@ class TokenJournal(LineTokens):
 
 def _no_tokens() -> defaultdict[int, array[int]]:
     return defaultdict(lambda: array("I"))
+
+
+def _size_bytes(tokens: Mapping[int, array[int]]) -> int:
+    return sum(_HEADER.size + 4 * len(of_line) for of_line in tokens.values())
 
 
 def _entry(line: int, tokens: array[int]) -> bytes:

@@ -6,15 +6,14 @@ Results that finish together are written, synced and counted together.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from sglang_coserve.disk_room import no_bound
 from sglang_coserve.durable_files import MAX_UNSYNCED_BYTES, append, settle, sync_names
 from sglang_coserve.errors import StorageError, disk_errors
 from sglang_coserve.lines.background import Clock, WorkerThreads, to_its_end
@@ -43,11 +42,11 @@ class ResultLog:
         *,
         name: str | None = None,
         mode: int = 0o600,
-        reserved_bytes: int = 0,
+        room: Callable[[int], AbstractContextManager[None]] = no_bound,
     ) -> None:
         """``name`` is used for the files in error messages; None uses their paths.
 
-        A disk counts as full when less than ``reserved_bytes`` of it would be left free.
+        ``room`` is entered to write so many bytes; it raises OSError when the disk counts as full.
         """
         self.output = output
         self.errors = errors
@@ -57,7 +56,7 @@ class ResultLog:
         self._name = name
         self._synced_bytes = (0, 0)
         self._mode = mode
-        self._reserved_bytes = reserved_bytes
+        self._room = room
 
     def scan(
         self,
@@ -122,14 +121,13 @@ class ResultLog:
             StorageError: the disk is full or failing, or another process has changed a
                 file. Nothing may be appended before the next ``scan``.
         """
-        if self._reserved_bytes:
-            with self._disk_errors("written", self.output):
-                free_bytes = shutil.disk_usage(self.output.parent).free
-                if free_bytes - len(output) - len(errors) < self._reserved_bytes:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for (path, size_bytes), records in zip(self._sizes(), (output, errors), strict=True):
-            if records:
-                self._append(path, size_bytes, records)
+        with (
+            self._disk_errors("written", self.output),
+            self._room(len(output) + len(errors)),
+        ):
+            for (path, size_bytes), records in zip(self._sizes(), (output, errors), strict=True):
+                if records:
+                    self._append(path, size_bytes, records)
         self.progress = progress
 
     def _sizes(self) -> tuple[tuple[Path, int], tuple[Path, int]]:

@@ -115,11 +115,15 @@ def usage_of(body: object) -> Usage:
     )
 
 
+MOST_TOKENS: Final = 1 << 32
+"""Most tokens that are counted for one line. Sums over lines are kept in 64 bits."""
+
+
 def _count(fields: Mapping[str, Any], *names: str) -> int:
     for name in names:
         value = fields.get(name)
         if type(value) is int and value >= 0:
-            return value
+            return min(value, MOST_TOKENS)
     return 0
 
 

@@ -7,18 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from sglang_coserve.core.latency_model.linear import (
-    BROS,
-    CONSERVE,
-    FEATURE_SETS,
-    HYGEN,
-    LinearModel,
-)
 from sglang_coserve.core.latency_model.machine import HARDWARE, Hardware
 from sglang_coserve.core.latency_model.model import Fit, LatencyModel, Sample, SampleTable
 from sglang_coserve.core.latency_model.model_shape import ModelShape, find_model
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.durable_files import replace as replace_file
@@ -35,6 +29,12 @@ _ANY_CPU: Final = Hardware(
     memory_bytes=16e9,
     source="assumed for any CPU; only the start of a fit",
 )
+
+
+ATTENTION_SETTINGS: Final = tuple(
+    f"{phase}attention_backend" for phase in ("", "prefill_", "decode_")
+)
+"""Fields of ``ServerArgs`` that name the attention backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ class ProfiledMachine:
 
     captured_batch_sizes: tuple[int, ...]
     """Batch sizes of the decode CUDA graphs, ascending; empty without graphs."""
+
+    attention_backend: str = ""
+    """SGLang's attention backend in effect; see ``attention_name``. Empty: unknown."""
 
     @property
     def datasheet(self) -> Hardware:
@@ -106,7 +109,7 @@ def write_profile(profile: LatencyProfile, path: Path) -> None:
 BEST: Final = "best"
 """Stands for the kind with the smallest error."""
 
-KINDS: Final = (CONSERVE.kind, HYGEN.kind, RooflineModel.kind, BROS.kind)
+KINDS: Final = (PolynomialModel.kind, RooflineModel.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class FitAttempt:
 def fit_all(
     samples: Iterable[Sample], machine: ProfiledMachine, *, seed: int = 0
 ) -> tuple[FitAttempt, ...]:
-    """Fit all four kinds, with the same held-out samples, so that their reports are comparable."""
+    """Fit both kinds, with the same held-out samples, so that their reports are comparable."""
     table = SampleTable.of(samples)
     return tuple(_attempt(kind, machine, table, seed) for kind in KINDS)
 
@@ -149,7 +152,20 @@ def to_profile(fit: Fit[LatencyModel], machine: ProfiledMachine) -> LatencyProfi
         machine.model,
         machine.tp_size,
         machine.sglang_version,
+        machine.attention_backend,
     )
+
+
+def attention_name(settings: Mapping[str, Any]) -> str:
+    """Name the attention backend of SGLang's settings, given as fields of ``ServerArgs``.
+
+    Prefills and decodes may have backends of their own: ``"prefill fa3, decode flashinfer"``. An
+    empty text means that the settings name none.
+    """
+    common = settings.get("attention_backend") or ""
+    prefill = settings.get("prefill_attention_backend") or common
+    decode = settings.get("decode_attention_backend") or common
+    return str(prefill) if prefill == decode else f"prefill {prefill}, decode {decode}"
 
 
 def _attempt(kind: str, machine: ProfiledMachine, table: SampleTable, seed: int) -> FitAttempt:
@@ -162,9 +178,7 @@ def _attempt(kind: str, machine: ProfiledMachine, table: SampleTable, seed: int)
 def _form(kind: str, machine: ProfiledMachine) -> LatencyModel:
     if kind == RooflineModel.kind:
         return machine.roofline()
-    features = FEATURE_SETS[kind]
-    sizes = machine.captured_batch_sizes if features.replay_coefficients else ()
-    return LinearModel.of(features, captured_batch_sizes=sizes)
+    return PolynomialModel.of(captured_batch_sizes=machine.captured_batch_sizes)
 
 
 def report_text(measurements: Sequence[ShapeTiming], attempts: Sequence[FitAttempt]) -> str:

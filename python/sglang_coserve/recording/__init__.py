@@ -1,6 +1,6 @@
-"""Records the calls made to a scheduler, and replays them.
+"""Records the steps of a scheduler, and makes their plans again.
 
-A scheduler's plans depend only on the calls made to it. ``calls`` records them as values, which
-``file`` writes and reads as JSON lines, and makes them again on a new scheduler from the same
-``SchedulerSetup``, which must return the same plans.
+The plans of a scheduler depend only on the calls made to it. ``calls`` records these calls and the
+plans as values; ``file`` writes and reads one JSON line for each step. Replayed on a new scheduler
+from the same ``SchedulerSetup``, the calls must lead to the same plans.
 """

@@ -6,7 +6,6 @@
   ``prefix_cache``, ``request_kv``, ``host_kv``: the location of KV.
 - ``binding``, ``assemble``: requests and machines, from workloads and names.
 - ``find_budget``: the largest step budget that meets the SLOs.
-- ``recorded_traffic``: a recording of the engine, as traces.
 - ``observer``, ``result``, ``report``: output.
 
 All output is marked as simulated.

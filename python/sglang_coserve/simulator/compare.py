@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from sglang_coserve.core.policies import make_policy
 from sglang_coserve.simulator.observer import EventLog, RunControl, SimulationObserver
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.result import SimulationResult
@@ -30,7 +29,7 @@ def compare(
         OSError: the directory cannot be written.
     """
     setups = [(name, options.setup(name)) for name in options.policies]
-    runs = [(make_policy(name, setup.scheduler), setup) for name, setup in setups]
+    runs = [(options.make_policy(name), setup) for name, setup in setups]
     workload = options.workload()
     directory.mkdir(parents=True, exist_ok=True)
     results: list[SimulationResult] = []

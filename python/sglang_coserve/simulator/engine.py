@@ -77,6 +77,8 @@ class SimEngine:
         for request in self._source.refill(len(executor.offline_waiting), self.now_s):
             self._arrive(request, self.now_s)
         executor.host.advance(self.now_s)
+        if self._follows_latencies:
+            executor.kv.online_lease_s = self._scheduler.online_lease_s(self.now_s)
         plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
         while executor.hold_back(plan, self.now_s):
             plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
@@ -104,7 +106,7 @@ class SimEngine:
         self._report_step(plan, batch, start_s)
         self._report_tokens(batch)
         for request in ended:
-            self._scheduler.finish(request.info.rid)
+            self._scheduler.finish(request.info.rid, output_tokens=request.generated_tokens)
             self._notify(RequestEvent.FINISHED, request)
         return True
 
@@ -168,7 +170,7 @@ class SimEngine:
                 )
             )
         elif self._follows_latencies:
-            self._scheduler.arrived(info, self.executor.kv.cached_tokens(request))
+            self._scheduler.arrived(info, request.prompt)
 
     def forget(self, request: SimRequest) -> None:
         """Remove a request that moves to another engine."""

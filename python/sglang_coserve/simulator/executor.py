@@ -83,6 +83,7 @@ class SimulatedExecutor:
 
     def snapshot(self, now_s: float) -> EngineSnapshot:
         """Return the state of the engine between two steps."""
+        self.kv.now_s = now_s
         version = self.cache.version
         for request in self.waiting:
             if request.match_version != version:
@@ -103,6 +104,7 @@ class SimulatedExecutor:
             evictable_kv_tokens=self.cache.evictable_tokens,
             free_slots=config.max_running_requests - len(self.admitted) - len(self._ended),
             max_batch_tokens=config.max_batch_tokens,
+            chunk_rules=config.chunk_rules,
             page_tokens=kv.page_tokens,
             keeps_prefixes=config.prefix_cache,
             suspended=suspended.suspended() if suspended else None,
@@ -145,6 +147,7 @@ class SimulatedExecutor:
 
     def end(self, batch: RunningStep, end_s: float) -> list[SimRequest]:
         """Finish a step; return the requests that ended."""
+        self.kv.now_s = end_s
         self._release_ended()
         ended: list[SimRequest] = []
         page_tokens = self.kv.page_tokens
@@ -161,7 +164,8 @@ class SimulatedExecutor:
                 continue
             info, shared = request.info, request.shared_tokens
             # Like Request(), at half the cost: this loop takes most of a step.
-            request.view = new_view(Request, (info, decoding, generated, computed, shared, end_s))
+            row = (info, decoding, generated, computed, shared, end_s, request.token_times_s[0])
+            request.view = new_view(Request, row)
             if saves and computed % page_tokens == 0 and not info.is_online:
                 self.host.mark(request)
         for request, tokens in batch.chunks:
@@ -234,7 +238,10 @@ class SimulatedExecutor:
             request.move(RequestState.PREFILLING)
         assert request.state is RequestState.PREFILLING, f"{rid} is {request.state}"
         computed = request.computed_tokens
-        assert 0 < tokens <= request.length_tokens - computed, f"{rid}: chunk of {tokens} tokens"
+        left_tokens, rules = request.length_tokens - computed, self.config.chunk_rules
+        assert 0 < tokens <= left_tokens, f"{rid}: chunk of {tokens} tokens"
+        keeps_rules = rules.may_cut and tokens % rules.align_tokens == 0
+        assert tokens == left_tokens or keeps_rules, f"{rid}: {rules}, chunk of {tokens} tokens"
         batch.chunks.append((request, tokens))
         return pages_of(computed + tokens) - pages_of(computed)
 

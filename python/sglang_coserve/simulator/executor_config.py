@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pydantic import NonNegativeFloat, PositiveInt
 
 from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.snapshot import FINE_CHUNKS, ChunkRules
 from sglang_coserve.core.validation import check_ranges
 from sglang_coserve.errors import ConfigError
 
@@ -88,6 +90,9 @@ class ExecutorConfig:
     seed: int = 0
     """Seed of the noise."""
 
+    chunk_rules: ChunkRules = FINE_CHUNKS
+    """The pieces in which prompts are computed."""
+
     def __post_init__(self) -> None:
         check_ranges(self, "simulator: {}".format)
         # Chunks end at page boundaries, so a smaller batch would never make progress.
@@ -97,6 +102,12 @@ class ExecutorConfig:
                     f"simulator: {name} is {tokens}: it must be at least one page of "
                     f"{self.page_tokens} tokens"
                 )
+        piece_tokens = math.lcm(self.chunk_rules.align_tokens, self.page_tokens)
+        if self.max_batch_tokens < piece_tokens:
+            raise ConfigError(
+                f"simulator: max_batch_tokens is {self.max_batch_tokens}: it must be at least one "
+                f"piece of {piece_tokens} tokens (chunk_rules, page_tokens)"
+            )
 
     @property
     def engine_size(self) -> EngineSize:
@@ -105,5 +116,7 @@ class ExecutorConfig:
             chunk_tokens=self.max_batch_tokens,
             max_requests=self.max_running_requests,
             kv_tokens=self.kv_capacity_tokens,
+            page_tokens=self.page_tokens,
+            keeps_prefixes=self.prefix_cache,
             overlaps=self.overlap,
         )

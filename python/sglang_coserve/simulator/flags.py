@@ -63,6 +63,18 @@ class SimulationFlags:
         metavar="SLO…",
         group=_POLICY,
     )
+    online_slowdown: str | None = flag(
+        None,
+        "Slowdown of the P99 TTFT, as of a server. Default: 10% for coserve without a TTFT target.",
+        metavar="PERCENT",
+        group=_POLICY,
+    )
+    stream_slowdown: str | None = flag(
+        None,
+        "Slowdown of streams, as of a server. Default: 100% for coserve without a target for gaps.",
+        metavar="PERCENT",
+        group=_POLICY,
+    )
     step_prefill_tokens: int | None = flag(
         None, "Most prompt tokens of a step: HyGen's C. Only with hygen.", min=1, group=_POLICY
     )

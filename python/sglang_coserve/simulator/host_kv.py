@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from sglang_coserve.core.kv_checkpoint import most_loaded_tokens
-from sglang_coserve.simulator.prefix_cache import Node
+from sglang_coserve.core.kv_loads import most_loaded_tokens
+from sglang_coserve.core.prefix_tree import Node
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.request_kv import RequestKv
 
@@ -151,7 +151,7 @@ class HostKv:
         node = kv.lock_cached(request)
         pages = min(wanted, kv.room_pages, self._most_pages)
         if not pages:
-            kv.cache.unlock(node)
+            kv.cache.unlock(node, kv.now_s)
             return False
         kv.allocate(pages)
         end_s = now_s + pages * kv.page_tokens / self._tokens_per_s

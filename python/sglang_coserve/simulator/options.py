@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from sglang_coserve.core.control.slo import parse_slo, request_targets
+from sglang_coserve.core.control.objective import Objective, parse_slowdown
+from sglang_coserve.core.control.slo import deadlines, parse_slo, request_targets
 from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
+from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.hygen import HygenPolicy
+from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError
@@ -48,6 +51,7 @@ class SimulationOptions(SimulationFlags):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"simulation: {name} is {value}: it must be at least 0")
+        self._slowdowns()
         if self.step_prefill_tokens is not None and HygenPolicy.name not in self.policies:
             raise ConfigError("simulation: step_prefill_tokens is for the policy hygen")
 
@@ -71,12 +75,16 @@ class SimulationOptions(SimulationFlags):
         targets = SloTargets.of_ms(self.slo_ttft_ms, self.slo_tpot_ms)
         if slos:
             targets = request_targets([slo for slo in slos if slo.limit_s is not None])
+        objective = Objective.of(policy, slos or deadlines(targets), *self._slowdowns())
         return SimulationSetup(
             model=load_profile(self.profile).latency_model if self.profile else machine.roofline(),
             true_model=load_profile(self.true_profile).latency_model if self.true_profile else None,
             targets=targets,
-            slos=slos,
-            scheduler=SchedulerConfig(seed=self.seed, step_prefill_tokens=self.step_prefill_tokens),
+            slos=objective.slos,
+            scheduler=SchedulerConfig(
+                seed=self.seed,
+                stream_slowdown=objective.stream_slowdown,
+            ),
             executor=ExecutorConfig(
                 kv_capacity_tokens=self._capacity_tokens(),
                 page_tokens=self.page_tokens,
@@ -93,6 +101,20 @@ class SimulationOptions(SimulationFlags):
                 seed=self.seed,
             ),
         )
+
+    def make_policy(self, name: str) -> Policy:
+        """Return a new policy of this name, with its settings among the flags."""
+        is_set = name == HygenPolicy.name and self.step_prefill_tokens is not None
+        settings = {"step_prefill_tokens": self.step_prefill_tokens} if is_set else {}
+        return make_policy(name, settings)
+
+    def _slowdowns(self) -> list[float | None]:
+        names = ("online_slowdown", "stream_slowdown")
+        texts = [(name, getattr(self, name)) for name in names]
+        return [
+            None if text is None else parse_slowdown(text, f"simulation: {name}")
+            for name, text in texts
+        ]
 
     def workload(self) -> Workload:
         """Read the requests."""

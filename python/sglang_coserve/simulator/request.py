@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
+from sglang_coserve.core.prefix_tree import Node
 from sglang_coserve.core.request import LEGAL_TRANSITIONS, RequestState
 from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.metrics import Outcome, RequestTimeline
-from sglang_coserve.simulator.prefix_cache import Node
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +139,7 @@ class SimRequest:
 
     def arrive_at(self, now_s: float) -> None:
         """Change its arrival time, before it has arrived."""
-        self.info = replace(self.info, arrival_s=now_s)
+        self.info = self.info._replace(arrival_s=now_s)
         self.refresh_view()
 
     def move(self, state: RequestState) -> None:
@@ -168,6 +168,7 @@ class SimRequest:
             self.computed_tokens,
             self.shared_tokens if self.computed_tokens else cached_tokens,
             times[-1] if times else None,
+            times[0] if times else None,
         )
 
     def timeline(self) -> RequestTimeline:

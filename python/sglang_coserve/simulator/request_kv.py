@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sglang_coserve.core.prefix_tree import Node, PrefixTree
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.prefix_cache import Node, SimulatedPrefixCache
 from sglang_coserve.simulator.request import SimRequest
 
 
@@ -16,9 +16,12 @@ class RequestKv:
         self.page_tokens = config.page_tokens
         self.capacity_pages = config.kv_capacity_tokens // config.page_tokens
         self.private_pages = 0
-        self.cache = SimulatedPrefixCache(config.page_tokens)
+        self.cache = PrefixTree(config.page_tokens)
         self._keeps_prefixes = config.prefix_cache
         self._sharing_version = 0
+        self.now_s = 0.0
+        self.online_lease_s = 0.0
+        """Seconds by which prefixes of online requests are kept longer than others."""
 
     @property
     def free_pages(self) -> int:
@@ -81,7 +84,7 @@ class RequestKv:
         prefix cache, where nobody holds them."""
         end = self.cache.extend(node, tokens, node.depth_tokens + count)
         self.free(count // self.page_tokens)
-        self.cache.unlock(end)
+        self.cache.unlock(end, self.now_s)
 
     def admit(self, request: SimRequest) -> None:
         """Lock what the device holds of a request, which need not be computed."""
@@ -113,7 +116,8 @@ class RequestKv:
         locked_pages = request.locked_tokens // self.page_tokens
         self.free(self.pages_of(request.computed_tokens) - locked_pages)
         if request.lock is not None:
-            self.cache.unlock(request.lock)
+            lease_s = self.online_lease_s if request.info.is_online else 0.0
+            self.cache.unlock(request.lock, self.now_s + lease_s)
         request.lock = None
         request.computed_tokens = 0
         request.shared_tokens = 0

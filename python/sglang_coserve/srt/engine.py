@@ -18,8 +18,8 @@ from sglang.srt.entrypoints.engine import Engine  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_coserve.srt import processes  # noqa: E402
-from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings  # noqa: E402
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info  # noqa: E402
+from sglang_coserve.srt.optional_parts import KV_STORE  # noqa: E402
 from sglang_coserve.srt.start_defaults import check_settings, start_defaults  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,7 @@ class CoserveEngine(Engine):
         if "server_args" not in kwargs:
             kwargs = {**defaults.flags, **kwargs}
             kwargs.setdefault("log_level", "error")
-            check_combination(kwargs, config)
-            kwargs.update(server_settings(config, on_cpu=on_cpu))
+            kwargs.update(KV_STORE.server_settings(kwargs, config, on_cpu=on_cpu))
             kwargs = {"server_args": ServerArgs(**kwargs)}
         server_args = kwargs["server_args"]
         server_args._coserve = config

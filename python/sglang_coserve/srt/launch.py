@@ -28,8 +28,9 @@ from sglang_coserve.guard.process_health import (
 )
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
+from sglang_coserve.srt.monitoring.told_settings import told
+from sglang_coserve.srt.optional_parts import KV_STORE
 from sglang_coserve.srt.start_defaults import (
     StartDefaults,
     check_settings,
@@ -90,6 +91,7 @@ def _launch(server_args: Any, defaults: StartDefaults) -> None:
         freeze_start_up_objects(http_server._global_state.tokenizer_manager)
         logger.info("to watch: http://%s:%s%s", server_args.host, server_args.port, PAGE_PATH)
 
+    compat.log_settings_through(told)
     sys.setswitchinterval(_SWITCH_S)
     install_in_app(http_server, server_args, defaults)
     processes.watch_replicas()
@@ -172,8 +174,8 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
 
     def from_with_ours(args: argparse.Namespace) -> Any:
         config = CoserveConfig.from_mapping(vars(args))
-        check_combination(vars(args), config)
-        vars(args).update(server_settings(config, on_cpu=defaults.on_cpu))
+        own = KV_STORE.server_settings(vars(args), config, on_cpu=defaults.on_cpu)
+        vars(args).update(own)
         server_args = from_cli_args(args)
         # ServerArgs refuses unknown public attributes; this one travels to every process.
         server_args._coserve = config

@@ -35,14 +35,14 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process with ``CoserveScheduler``; takes SGLang's arguments."""
     from sglang.srt.managers import scheduler as sglang_scheduler
 
-    from sglang_coserve.srt.kv_checkpoint.settings import register_cache
+    from sglang_coserve.srt.optional_parts import KV_STORE
     from sglang_coserve.srt.scheduler.scheduler import config_of
 
     on_cpu = not cpu.has_cuda()
     if on_cpu:
         install_replacements()
     install_in_scheduler(compat.logit_processors)
-    register_cache(config_of(server_args), on_cpu=on_cpu)
+    KV_STORE.register(config_of(server_args), on_cpu=on_cpu)
     compat.replace("sglang.srt.managers.scheduler.Scheduler", _make_scheduler)
     freeze_imports()
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)

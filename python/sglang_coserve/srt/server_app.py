@@ -9,19 +9,21 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 
-from sglang_coserve.batch.routes import BATCH_PREFIXES, missing_routes
+from sglang_coserve.batch.api import BATCH_PREFIXES, missing_routes
 from sglang_coserve.batch.routes.caller import batch_api_status
 from sglang_coserve.batch.routes.view import Keys
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import CoserveError, StartupError
 from sglang_coserve.guard.install import install_in_server
 from sglang_coserve.guard.process_health import freeze_imports
+from sglang_coserve.guard.route_table import RouteGate, decide, order_middleware
 from sglang_coserve.http_lines.messages import LINES_PATH
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import model_names
+from sglang_coserve.srt.marks.error_form import install_error_form
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.marks.wanted_model import (
     WantedModelMiddleware,
@@ -31,7 +33,8 @@ from sglang_coserve.srt.monitoring.exporter import ServerMetrics
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info
 from sglang_coserve.srt.routes.batch_api import add_batch_api, open_routes_warning, served
 from sglang_coserve.srt.routes.drain import Health, HealthMiddleware, Heartbeat
-from sglang_coserve.srt.routes.engine_routes import View, add_load_route
+from sglang_coserve.srt.routes.engine_routes import View, add_info_routes, add_load_route
+from sglang_coserve.srt.routes.probes import install_before_keys
 from sglang_coserve.srt.start_defaults import StartDefaults
 
 logger = logging.getLogger(__name__)
@@ -103,7 +106,7 @@ class Lifespan:
         )
         # Now, while the files are still those that were loaded.
         logger.info("the model's fingerprint is %s", await manager.coserve_fingerprint())
-        self._health.heartbeat = heartbeat = Heartbeat(manager)
+        self._health.heartbeat = heartbeat = Heartbeat(manager, self._health.stop_offline)
         await stack.enter_async_context(self._background.running("heartbeat", heartbeat.run))
         entered = await stack.enter_async_context(self._stock(app))
         for name, work in running.items():
@@ -132,21 +135,37 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
     def names() -> Sequence[str]:
         return model_names(http_server._global_state.tokenizer_manager)
 
-    app.add_middleware(MarksMiddleware, offline_objectives=config.offline_objectives)
+    keys = {"api_key": server_args.api_key, "admin_api_key": server_args.admin_api_key}
+    decide(app, has_admin_key=bool(server_args.admin_api_key))
+    # Outside of what SGLang counts requests with.
+    app.add_middleware(RouteGate, api=app, **keys)
+    app.add_middleware(
+        MarksMiddleware,
+        offline_objectives=config.offline_objectives,
+        offline_priority_below=config.offline_priority_below,
+    )
     check_models_of_forms(app, names)
     # The middleware added last runs first.
     app.add_middleware(WantedModelMiddleware, names=names)
     # Before our routes are there, which read little.
-    install_in_server(http_server, free_prefixes=(*BATCH_PREFIXES, LINES_PATH))
+    install_in_server(
+        http_server,
+        free_prefixes=(*BATCH_PREFIXES, LINES_PATH),
+        # Since 0.5.22.
+        trusts_templates=getattr(server_args, "trust_request_chat_template", False),
+    )
     compat.mend_routes()
     app.add_middleware(HealthMiddleware, health=health)
     app.add_middleware(RequestIdMiddleware)
+    install_before_keys(app)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
+    add_info_routes(http_server)
     add_load_route(http_server, health)
-    add_batch_api(http_server, health, server_args.admin_api_key)
-    keys = Keys(server_args.api_key, server_args.admin_api_key, is_open=config.open_view)
-    view = View(http_server, keys)
+    add_batch_api(http_server, health, server_args.api_key, server_args.admin_api_key)
+    view = View(http_server, Keys(**keys, is_open=config.open_view))
     view.install(app)
+    order_middleware(app)
+    install_error_form(app)
     lifespan = Lifespan(http_server, view, health, background)
 
     def verify_and_serve(

@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from sglang_coserve.asgi import IDLE_CONNECTION_S
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.emulation import model_directory
-from sglang_coserve.srt.kv_checkpoint.settings import check_in_place, check_model, check_move_dir
+from sglang_coserve.srt.optional_parts import KV_STORE
+from sglang_coserve.srt.steps.prefix_leases import EVICTION_POLICY
 
 _HUB_TIMEOUT_S: Final = 10.0
+
+ANYWHERE: Final = {"radix_eviction_policy": EVICTION_POLICY}
+"""Defaults of fields of ``ServerArgs`` on every machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +57,18 @@ def start_defaults(model_path: str | None) -> StartDefaults:
         ConfigError: what it says is out of range, there is nothing at the model's path, or
             Hugging Face has no model of that name.
     """
+    os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", str(IDLE_CONNECTION_S))
     if model_path and not Path(model_path).exists():
         _check_name(model_path)
     emulation = model_directory.read_emulation(Path(model_path)) if model_path else None
     if emulation is not None:
         model_directory.set_environment_defaults()
-        return StartDefaults(True, model_directory.flag_defaults(emulation), emulation.name)
+        flags = model_directory.flag_defaults(emulation)
+        return StartDefaults(True, {**ANYWHERE, **flags}, emulation.name)
     if cpu.has_cuda():
-        return StartDefaults(on_cpu=False)
+        return StartDefaults(False, ANYWHERE)
     cpu.set_environment_defaults()
-    return StartDefaults(True, cpu.FLAG_DEFAULTS)
+    return StartDefaults(True, {**ANYWHERE, **cpu.FLAG_DEFAULTS})
 
 
 def _check_name(model: str) -> None:
@@ -116,10 +123,12 @@ def check_settings(server_args: Any, *, on_cpu: bool) -> Any:
     """
     config, args = server_args._coserve, compat.settings_of(server_args)
     compat.check_server_args(args, config)
-    check_in_place(server_args, config)
-    compat.check_window_cache(server_args, config.offline_policy)
-    check_model(server_args, config, on_cpu=on_cpu)
-    check_move_dir(config)
+    compat.check_window_cache(server_args)
+    KV_STORE.check(server_args, config, on_cpu=on_cpu)
+    if config.kv_move_dir is not None:
+        from sglang_coserve.srt.kv_moves.kv_directory import KvDirectory
+
+        KvDirectory.check(Path(config.kv_move_dir))
     return args
 
 

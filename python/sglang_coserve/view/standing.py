@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from sglang_coserve.view.verdict import LEVELS, has_enough, judged_parts, verdict
+
 _SAMPLES: Final = 300
 """Five minutes; as JSON about 40 KB."""
 
@@ -27,6 +29,14 @@ _RATES: Final = {
 
 _BILL: Final = ("delay_s", "delay_ttft_s", "delay_gaps_s", "billed")
 """The bill of the online requests that have ended: sums since the start."""
+
+_CACHE: Final = {
+    "online_prompt_tokens": "online_prompt_tokens",
+    "online_found_tokens": "found",
+    "online_found_alone_tokens": "found_alone",
+}
+"""Prompt tokens of online requests and the cache: sums since the start, by their names in
+``cache`` of a replica."""
 
 _Replica = Mapping[str, Any]
 
@@ -70,6 +80,8 @@ class History:
             row[f"{who}_kv_tokens"] = sum(replica["kv_tokens"][who] for replica in replicas)
         for name in _BILL:
             row[f"online_{name}"] = _sum_if_known(replica["online"][name] for replica in replicas)
+        for name, of in _CACHE.items():
+            row[name] = _sum_if_known(replica["cache"][of] for replica in replicas)
         for state in ("cached", "free"):
             row[f"{state}_kv_tokens"] = sum(replica["kv_tokens"][state] for replica in replicas)
         self._rows.append(row)
@@ -101,6 +113,28 @@ class History:
             "gaps_ms": sums["delay_gaps_s"] / requests * 1e3,
         }
 
+    def cache(self) -> dict[str, Any] | None:
+        """Return the prompt tokens that online requests found in the cache in this time.
+
+        With ``found`` and ``found_alone``, which the same requests would have found without offline
+        work, and ``share``, their ratio; None for the share if nothing would have been found.
+        ``is_promised``: the cache keeps the prefixes of online requests. None as a whole where it
+        is not known.
+        """
+        known = [row for row in self._rows if row["online_found_alone_tokens"] is not None]
+        if not known:
+            return None
+        tokens, found, alone = (max(known[-1][name] - known[0][name], 0) for name in _CACHE)
+        caches = [replica["cache"] for replica in self.latest]
+        return {
+            "online_prompt_tokens": tokens,
+            "found": found,
+            "found_alone": alone,
+            "share": found / alone if alone else None,
+            "protected_tokens": sum(cache["protected_tokens"] or 0 for cache in caches),
+            "is_promised": all(cache["lease_s"] is not None for cache in caches),
+        }
+
 
 def _sum_if_known(values: Iterable[float | None]) -> float | None:
     found = list(values)
@@ -119,27 +153,24 @@ def _totals(replicas: Sequence[_Replica]) -> dict[str, float] | None:
     return totals
 
 
-_LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tbt": "time between tokens"}
-_NEEDED: Final = {"p50": 2, "p90": 10, "p99": 100}
-"""Values; of fewer, the percentile is the maximum."""
-
-LEVELS: Final = ("ok", "unknown", "overloaded", "harmed")
-"""Of how online users stand, from good to bad."""
-
-
-def standing(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def standing(
+    replicas: Sequence[Mapping[str, Any]], cache: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return how online users stand, as JSON values.
 
-    Of each SLO the replica that stands worst counts.
+    For each SLO, each latency and the streams, the replica that stands worst counts.
 
     Args:
         replicas: What each says of itself, as ``/coserve/status`` has it.
+        cache: Prompt tokens found in the cache lately, from ``History.cache``; None if unknown.
     """
     reports = [replica["slo"] for replica in replicas]
     requests = sum(report["requests"] for report in reports)
     slos = [_worst(measures) for measures in zip(*(r["measured"] for r in reports), strict=True)]
     has_billed = any(_may_have_harmed(replica["online"]) for replica in replicas)
-    level, text = _verdict(slos, requests, has_billed=has_billed)
+    streams = max((report["streams"] for report in reports), key=_slowness, default=None)
+    parts = judged_parts(slos, streams, cache)
+    level, text = verdict(parts, requests, has_billed=has_billed)
     return {
         "level": level,
         "text": text,
@@ -147,6 +178,10 @@ def standing(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "attainment": _mean(reports, "attainment"),
         "attainment_online_alone": _mean(reports, "attainment_online_alone"),
         "slos": slos,
+        "promise": replicas[0]["promise"] if replicas else None,
+        "latencies": _worst_latencies([report["latencies"] for report in reports]),
+        "streams": streams,
+        "cache": cache,
     }
 
 
@@ -187,7 +222,19 @@ def _worst(measures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_known(slo: Mapping[str, Any]) -> bool:
-    return bool(slo["values"] >= _NEEDED.get(str(slo["slo"]).split()[1], 1))
+    return has_enough(slo["values"], str(slo["slo"]).split()[1])
+
+
+def _slowness(streams: Mapping[str, Any]) -> tuple[bool, float]:
+    return not streams["met"], streams["slowdown"]["p99"] or 0.0
+
+
+def _worst_latencies(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def badness(compared: Mapping[str, Any]) -> tuple[float, float]:
+        return compared["ratio"]["p99"] or 0.0, compared["measured_ms"]["p99"] or 0.0
+
+    names = replicas[0] if replicas else ()
+    return {name: max((each[name] for each in replicas), key=badness) for name in names}
 
 
 def _added_ms(slo: Mapping[str, Any]) -> float | None:
@@ -200,56 +247,6 @@ def _added_ms(slo: Mapping[str, Any]) -> float | None:
 def _may_have_harmed(online: Mapping[str, Any]) -> bool:
     """Return whether offline work ran beside an online request; True where nobody counts."""
     return online["delay_s"] is None or online["billed"] > 0
-
-
-def _verdict(
-    slos: Sequence[Mapping[str, Any]], requests: int, *, has_billed: bool
-) -> tuple[str, str]:
-    if not requests:
-        return "unknown", "No online request has ended in the last 10 minutes."
-    if not slos:
-        return "unknown", (
-            "Online users have no target: give the server --online-slowdown, --slo-ttft-ms, "
-            "--slo-tpot-ms or --slo."
-        )
-    missed = [slo for slo in slos if not slo["met"]]
-    known = [slo for slo in missed if slo["known"]]
-    harmed = [slo for slo in known if slo["feasible"]]
-    if harmed:
-        text = "; ".join(map(_missed, harmed))
-        if not has_billed:
-            return "unknown", f"No offline work has run beside online requests, and yet {text}."
-        return "harmed", f"Online users are hurt by offline work: {text}."
-    if known:
-        text = "; ".join(map(_missed, known))
-        return "overloaded", f"Targets are missed, and would be without offline work, too: {text}."
-    if missed:
-        text = "; ".join(map(_missed, missed))
-        return "unknown", f"Too few requests to judge yet: {text}."
-    return "ok", f"Online users are within their targets{_cost(slos)}."
-
-
-def _missed(slo: Mapping[str, Any]) -> str:
-    text = f"{_name(slo)} is {_ms(slo['measured_ms'])}, allowed are {_ms(slo['limit_ms'])}"
-    if slo["online_alone_ms"] is not None:
-        text += f", without offline work {_ms(slo['online_alone_ms'])}"
-    return text
-
-
-def _cost(slos: Sequence[Mapping[str, Any]]) -> str:
-    added = [
-        f"{_ms(slo['added_ms'])} to {_name(slo)}" for slo in slos if slo["added_ms"] is not None
-    ]
-    return f"; offline work adds {' and '.join(added)}" if added else ""
-
-
-def _name(slo: Mapping[str, Any]) -> str:
-    latency, statistic = str(slo["slo"]).split()[:2]
-    return f"{statistic.replace('p', 'P')} {_LATENCIES[latency]}"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -17,8 +17,15 @@ _MOST: Final = 8
 """Of batches and decisions."""
 
 _OBJECTIVES: Final = ("objective", "measured", "without offline", "because of offline")
+_LATENCIES: Final = {
+    "ttft": "time to first token",
+    "tpot": "mean gap of a request",
+    "tbt": "gaps between tokens",
+    "e2e": "end to end",
+}
+_BESIDE: Final = ("latency", "P50", "alone", "ratio", "P99", "alone", "ratio")
 _ENGINES: Final = ("engine", "state", "lines", "window", "offline tokens/s", "online users")
-_BATCHES: Final = ("batch", "status", "done", "expected", "95% sure", "window ends")
+_BATCHES: Final = ("batch", "status", "done", "expected", "window ends")
 _TEXTS: Final = ("", "state", "status", "online users")
 """Columns after the first that are no numbers."""
 _FINAL: Final = ("completed", "failed", "expired", "cancelled")
@@ -37,6 +44,7 @@ def as_line(view: View) -> str:
             f"{slo['slo'].split(' <=')[0]} {_ms(slo['measured_ms'])}{_added(slo)}"
             for slo in users.get("slos", ())
         ),
+        *_kept(users),
         *_figures(view),
     ]
     return printable(", ".join(parts)).replace("\n", " ")
@@ -53,6 +61,11 @@ def as_tables(view: View) -> RenderableType:
         _text(f"{head}  {_clock(view['at'])}", "bold"),
         _text(users["text"], _STYLES.get(users["level"], "")),
     ]
+    if stopped_by := view.get("offline_stopped_by"):
+        text = "offline requests wait until the engine's next start, because planning has failed"
+        shown.append(_text(f"{text}: {stopped_by}", "bold red"))
+    if promise := users.get("promise"):
+        shown.insert(1, _text(f"promised: {promise}"))
     if bill := users["bill"]:
         shown.append(
             _text(
@@ -63,6 +76,11 @@ def as_tables(view: View) -> RenderableType:
         )
     if slos := users.get("slos"):
         shown.append(_table(_OBJECTIVES, map(_slo_row, slos)))
+    if latencies := users.get("latencies"):
+        rows = ((text, *_beside(latencies[name])) for name, text in _LATENCIES.items())
+        shown.append(_table(_BESIDE, rows))
+    if kept := list(_kept(users)):
+        shown.append(_text(", ".join(kept)))
     shown.append(_text(", ".join(_figures(view))))
     if engines := view.get("engines"):
         shown.append(_table(_ENGINES, map(_engine_row, engines)))
@@ -71,6 +89,15 @@ def as_tables(view: View) -> RenderableType:
         rows = ((_clock(d["at"]), f"{d['steps']:,}×", d["text"]) for d in decisions[:_MOST])
         shown.append(_table(("why", "steps", ""), rows))
     return Group(*shown)
+
+
+def _kept(users: View) -> Iterable[str]:
+    """Yield how much of their speed streams keep, and of their cache conversations."""
+    if (streams := users.get("streams")) and streams["slowdown"]["p99"] is not None:
+        p50, p99 = (f"{1 / streams['slowdown'][name]:.0%}" for name in ("p50", "p99"))
+        yield f"streams at {p50} of their speed alone (slowest 1% {p99})"
+    if (cache := users.get("cache")) and cache["share"] is not None:
+        yield f"conversations find {cache['share']:.0%} of the cached tokens"
 
 
 def _figures(view: View) -> Iterable[str]:
@@ -97,6 +124,13 @@ def _figures(view: View) -> Iterable[str]:
         if age_s is None or age_s > _STALE_S:
             since = "yet" if age_s is None else f"for {age_s:.0f} s"
             yield f"the engine has not answered {since}"
+
+
+def _beside(compared: View) -> Iterable[str]:
+    for name in ("p50", "p99"):
+        yield from (_ms(compared[of][name]) for of in ("measured_ms", "online_alone_ms"))
+        ratio = compared["ratio"][name]
+        yield "–" if ratio is None else f"{ratio:.2f} ×"
 
 
 def _slo_row(slo: View) -> Sequence[str]:
@@ -138,7 +172,7 @@ def _batch_row(batch: View) -> Sequence[str]:
         batch["id"],
         "paused" if ours["paused"] and not _has_ended(batch) else batch["status"].replace("_", " "),
         f"{counts['completed'] + counts['failed']:,}/{counts['total']:,}",
-        *map(_moment, (ours["eta"], ours["eta_p95"], batch["expires_at"])),
+        *map(_moment, (ours["eta"], batch["expires_at"])),
     )
 
 
@@ -150,7 +184,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
             name,
             justify="right" if place and name not in _TEXTS else "left",
             overflow="fold",
-            no_wrap=not place,
+            no_wrap=not place or name == "status",
         )
     for row in rows:
         table.add_row(*map(_text, row))

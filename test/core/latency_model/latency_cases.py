@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from sglang_coserve.core.latency_model.linear import BROS, CONSERVE, HYGEN, LinearModel
 from sglang_coserve.core.latency_model.machine import HARDWARE
 from sglang_coserve.core.latency_model.model import LatencyModel, Sample, SampleTable
 from sglang_coserve.core.latency_model.model_shape import ModelShape, find_model
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 
@@ -35,34 +35,14 @@ COSTS = {
     "decode_request_s": 2e-5,
     "iteration_s": 6e-3,
 }
-POLYNOMIAL = LinearModel.of(
-    CONSERVE,
+POLYNOMIAL = PolynomialModel.of(
     **COSTS,
     graph_row_s=1.5e-5,
     graph_context_token_s=4e-8,
     graph_iteration_s=4e-3,
     captured_batch_sizes=CAPTURED,
 )
-EAGER_POLYNOMIAL = LinearModel.of(CONSERVE, **COSTS)
-LINEAR = LinearModel.of(
-    HYGEN,
-    prefill_token_s=2.5e-5,
-    prefill_token_squared_s=2e-9,
-    prefill_request_s=3e-4,
-    decode_token_s=5e-8,
-    decode_token_squared_s=2e-13,
-    decode_request_s=2e-5,
-    iteration_s=6e-3,
-)
-SPLIT_LINEAR = LinearModel.of(
-    BROS,
-    prefill_token_s=2.5e-5,
-    prefill_pair_s=8e-10,
-    prefill_s=3e-3,
-    decode_request_s=2e-5,
-    decode_pair_s=6e-8,
-    decode_s=5e-3,
-)
+EAGER_POLYNOMIAL = PolynomialModel.of(**COSTS)
 QWEN_3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_size": 2048,
@@ -104,8 +84,6 @@ ROOFLINE = RooflineModel.from_datasheet(ModelShape.from_config(LLAMA_3_1_8B), HA
 MACHINES: tuple[LatencyModel, ...] = (
     POLYNOMIAL,
     EAGER_POLYNOMIAL,
-    LINEAR,
-    SPLIT_LINEAR,
     ROOFLINE,
 )
 
@@ -195,9 +173,7 @@ def models(draw: st.DrawFn) -> LatencyModel:
     """Any model of any kind, with coefficients that need not make sense."""
     form: LatencyModel = draw(
         st.one_of(
-            st.builds(LinearModel.of, st.just(CONSERVE), captured_batch_sizes=_captured),
-            st.just(LinearModel.of(HYGEN)),
-            st.just(LinearModel.of(BROS)),
+            st.builds(PolynomialModel.of, captured_batch_sizes=_captured),
             st.builds(
                 RooflineModel.from_datasheet,
                 shape=_shapes,

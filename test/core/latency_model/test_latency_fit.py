@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from latency_cases import (
     CAPTURED,
-    LINEAR,
+    EAGER_POLYNOMIAL,
     MACHINES,
     POLYNOMIAL,
-    SPLIT_LINEAR,
     error_of,
     machine_id,
     measure,
@@ -19,8 +18,8 @@ from latency_cases import (
     unfitted,
 )
 
-from sglang_coserve.core.latency_model.linear import BROS, CONSERVE, HYGEN, LinearModel
 from sglang_coserve.core.latency_model.model import FitReport, LatencyModel, Sample, SampleTable
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
@@ -40,8 +39,8 @@ def test_fit_recovers_the_machine(machine: LatencyModel) -> None:
 
 
 def test_the_split_is_seeded() -> None:
-    table = measure(LINEAR, random_batches(400, seed=1), seed=2)
-    form = LinearModel.of(HYGEN)
+    table = measure(EAGER_POLYNOMIAL, random_batches(400, seed=1), seed=2)
+    form = PolynomialModel.of()
     assert form.fit(table, seed=7) == form.fit(table, seed=7)
     assert form.fit(table, seed=7).report != form.fit(table, seed=8).report
 
@@ -55,11 +54,11 @@ def test_a_report_counts_under_prediction_as_negative_bias() -> None:
 def test_the_relative_error_counts_not_the_absolute() -> None:
     """A misfit of long batches must not drown short ones."""
     table = random_batches(4000, seed=1)
-    exact = LINEAR.contributions(table).sum(axis=1)
+    exact = EAGER_POLYNOMIAL.contributions(table).sum(axis=1)
     # Half of the batches run at twice the cost: relative least squares settles
     # where both halves are off by the same share, whatever their lengths.
     slow = np.random.default_rng(2).random(len(table)) < 0.5
-    fit = LinearModel.of(HYGEN).fit(replace(table, seconds=exact * np.where(slow, 2.0, 1.0)))
+    fit = PolynomialModel.of().fit(replace(table, seconds=exact * np.where(slow, 2.0, 1.0)))
     # min Σ(x/t − 1)² over x for t in {1, 2} is x = (1 + 1/2) / (1 + 1/4) = 1.2.
     ratio = fit.model.contributions(table).sum(axis=1) / exact
     assert ratio.mean() == pytest.approx(1.2, abs=0.03)
@@ -69,8 +68,10 @@ def test_the_relative_error_counts_not_the_absolute() -> None:
 def test_coefficients_stay_non_negative_where_the_data_fall() -> None:
     """More decode requests at the same keys make this machine faster; the model must not say so."""
     table = random_batches(3000, seed=1)
-    exact = LINEAR.contributions(table).sum(axis=1) + 4e-3 - 2e-5 * 2 * table.decode_requests
-    model = LinearModel.of(HYGEN).fit(replace(table, seconds=exact)).model
+    exact = (
+        EAGER_POLYNOMIAL.contributions(table).sum(axis=1) + 4e-3 - 2e-5 * 2 * table.decode_requests
+    )
+    model = PolynomialModel.of().fit(replace(table, seconds=exact)).model
     assert model.coefficients["decode_request_s"] == 0
     assert all(value >= 0 for value in model.coefficients.values())
 
@@ -86,7 +87,7 @@ def test_replayed_graphs_are_fitted_apart() -> None:
     kept = np.flatnonzero((table.prefill_requests == 0) | (replayed_s == 0))
     both = measure(coarse, table.take(kept), seed=2, noise=0.001)
     apart = unfitted(coarse).fit(both)
-    together = LinearModel.of(CONSERVE).fit(both)
+    together = PolynomialModel.of().fit(both)
     assert apart.report.mape < 0.002
     assert together.report.mape > 0.05
     sixty_five = StepStats.of([], [100] * 65)
@@ -102,14 +103,6 @@ def test_decodes_beyond_the_captured_sizes_run_eagerly() -> None:
     five = StepStats.of([], [100] * 5)
     assert model.predict(five) == eager.predict(five)
     assert model.predict(StepStats.of([], [100] * 4)) < eager.predict(five)
-
-
-def test_separate_phases_of_bros_add_up() -> None:
-    prefill, decode = StepStats.of([(500, 0)]), StepStats.of([], [700] * 9)
-    mixed = StepStats.of([(500, 0)], [700] * 9)
-    assert SPLIT_LINEAR.predict(mixed) == pytest.approx(
-        SPLIT_LINEAR.predict(prefill) + SPLIT_LINEAR.predict(decode)
-    )
 
 
 def grid(
@@ -139,46 +132,46 @@ DECODES = [[context] * n for context in (10, 500, 4000) for n in (1, 3, 8, 20)]
     ("form", "table", "message"),
     [
         pytest.param(
-            LinearModel.of(HYGEN), grid([], DECODES[:1]), r"1 given.*at least 2", id="one sample"
+            PolynomialModel.of(), grid([], DECODES[:1]), r"1 given.*at least 2", id="one sample"
         ),
         pytest.param(
-            LinearModel.of(HYGEN),
-            grid(PROMPTS[:1], DECODES[:4]),
-            r"5 left to fit 7",
+            PolynomialModel.of(),
+            grid(PROMPTS[:1], DECODES[:3]),
+            r"4 left to fit 6",
             id="few samples",
         ),
         pytest.param(
-            LinearModel.of(BROS),
+            PolynomialModel.of(),
             grid([], DECODES),
-            r"no batch does the work that prefill_token_s, prefill_pair_s, prefill_s prices",
+            r"no batch does the work that prefill_request_s prices",
             id="no prefill",
         ),
         pytest.param(
-            LinearModel.of(CONSERVE, captured_batch_sizes=CAPTURED),
+            PolynomialModel.of(captured_batch_sizes=CAPTURED),
             grid(DEEP_PROMPTS, []),
             r"graph_row_s, graph_context_token_s, graph_iteration_s",
             id="no decode-only batch",
         ),
         pytest.param(
-            LinearModel.of(CONSERVE),
+            PolynomialModel.of(),
             grid(PROMPTS, []),
             r"no batch does the work that decode_request_s prices",
             id="no decode",
         ),
         pytest.param(
-            LinearModel.of(CONSERVE, captured_batch_sizes=CAPTURED),
+            PolynomialModel.of(captured_batch_sizes=CAPTURED),
             grid(DEEP_PROMPTS, DECODES),
             r"no batch does the work that decode_request_s prices",
             id="no decode beside a prefill",
         ),
         pytest.param(
-            LinearModel.of(CONSERVE),
+            PolynomialModel.of(),
             one_request_each(DEEP_PROMPTS, [500, 600, 700, 4000]),
             r"do not tell prefill_request_s, decode_request_s, iteration_s apart",
             id="one request a batch",
         ),
         pytest.param(
-            LinearModel.of(CONSERVE),
+            PolynomialModel.of(),
             grid([(100, 50)] * 20, [[10, 10]] * 20),
             r"do not tell .* apart: vary",
             id="two batches, many times",

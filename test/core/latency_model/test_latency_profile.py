@@ -10,11 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from latency_cases import (
-    LINEAR,
+    EAGER_POLYNOMIAL,
     MACHINES,
     POLYNOMIAL,
     ROOFLINE,
-    SPLIT_LINEAR,
     machine_id,
     models,
 )
@@ -37,6 +36,7 @@ def profile(model: LatencyModel, report: FitReport | None = REPORT) -> LatencyPr
         model="llama-3.1-8b",
         tp_size=2,
         sglang_version="0.5.17",
+        attention_backend="fa3",
     )
 
 
@@ -53,7 +53,8 @@ def test_any_field_may_be_missing_or_wrong_but_not_silently(model: LatencyModel)
     """Every leaf of the document, dropped or replaced by nonsense, is refused by name."""
     good = json.loads(profile(model).to_json())
     for path in leaves(good):
-        for spoil in (dropped, nonsense):
+        # Profiles of earlier versions name no attention backend.
+        for spoil in (nonsense,) if path == ["attention_backend"] else (dropped, nonsense):
             bad = json.loads(json.dumps(good))
             spoil(bad, path)
             with pytest.raises(InputFileError) as caught:
@@ -84,21 +85,31 @@ def nonsense(document: dict[str, Any], path: list[str]) -> None:
 @pytest.mark.parametrize(
     ("model", "path", "value", "message"),
     [
-        (LINEAR, "schema_version", 2, "schema_version: 2 is not 1"),
+        (EAGER_POLYNOMIAL, "schema_version", 2, "schema_version: 2 is not 1"),
         (
-            LINEAR,
+            EAGER_POLYNOMIAL,
             "kind",
             "cubic",
-            "kind: must be 'linear', 'polynomial', .*, found 'cubic'",
+            "kind: must be 'polynomial' or 'roofline', found 'cubic'",
         ),
-        (LINEAR, "coefficients.iteration_s", 10**400, "must be a finite number"),
-        (LINEAR, "coefficients.iteration", 1e-3, "coefficients.iteration: a linear model has only"),
-        (POLYNOMIAL, "form.captured_batch_sizes", [1, 4, 2], "captured_batch_sizes: must ascend"),
-        (LINEAR, "coefficients", dict.fromkeys(LINEAR.coefficients, 0), "a prefill takes no time"),
+        (EAGER_POLYNOMIAL, "coefficients.iteration_s", 10**400, "must be a finite number"),
         (
-            SPLIT_LINEAR,
+            EAGER_POLYNOMIAL,
+            "coefficients.iteration",
+            1e-3,
+            "coefficients.iteration: a polynomial model has only",
+        ),
+        (POLYNOMIAL, "form.captured_batch_sizes", [1, 4, 2], "captured_batch_sizes: must ascend"),
+        (
+            EAGER_POLYNOMIAL,
             "coefficients",
-            {**SPLIT_LINEAR.coefficients, "decode_s": 0, "decode_request_s": 0, "decode_pair_s": 0},
+            dict.fromkeys(EAGER_POLYNOMIAL.coefficients, 0),
+            "a prefill takes no time",
+        ),
+        (
+            POLYNOMIAL,
+            "coefficients",
+            {name: float("graph" not in name) for name in POLYNOMIAL.coefficients},
             "by them a decode takes no time: profile again",
         ),
         (ROOFLINE, "form.tp_size", 3, "form.tp_size: 32 attention heads cannot be split"),
@@ -136,7 +147,8 @@ def test_a_text_that_is_no_profile_is_refused(text: str, message: str) -> None:
         LatencyProfile.from_json(text, "a.json")
 
 
-def test_a_profile_from_before_the_linear_models_were_one_class_still_loads() -> None:
+def test_a_profile_of_an_earlier_version_still_loads() -> None:
+    """The file is older than the attention backend."""
     text = """{
   "schema_version": 1, "kind": "polynomial", "hardware": "h100", "model": "llama-3.1-8b",
   "tp_size": 2, "sglang_version": "0.5.17", "fit_report": {"fitted_samples": 800,
@@ -148,4 +160,5 @@ def test_a_profile_from_before_the_linear_models_were_one_class_still_loads() ->
   "graph_iteration_s": 0.004}
 }"""
     model = replace(POLYNOMIAL, captured_batch_sizes=(4, 8))
-    assert LatencyProfile.from_json(text, "profile.json") == profile(model)
+    expected = replace(profile(model), attention_backend="")
+    assert LatencyProfile.from_json(text, "profile.json") == expected

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from latency_cases import (
-    LINEAR,
+    EAGER_POLYNOMIAL,
     MACHINES,
     POLYNOMIAL,
     BatchLengths,
@@ -89,11 +89,11 @@ def test_one_absurd_measurement_changes_next_to_nothing() -> None:
 
 def test_work_that_is_not_observed_follows_the_machine() -> None:
     """A machine at half speed, seen through decodes only, is not trusted with fast prefills."""
-    machine = scaled(LINEAR, 2.0)
+    machine = scaled(EAGER_POLYNOMIAL, 2.0)
     decodes = random_batches(600, seed=1, prefills=False)
-    model = refined(LINEAR, as_samples(measure(machine, decodes, seed=2)))
+    model = refined(EAGER_POLYNOMIAL, as_samples(measure(machine, decodes, seed=2)))
     prefill = StepStats.of([(2000, 0)])
-    assert model.predict(prefill) > 1.7 * LINEAR.predict(prefill)
+    assert model.predict(prefill) > 1.7 * EAGER_POLYNOMIAL.predict(prefill)
 
 
 def test_work_once_observed_is_not_forgotten_for_lack_of_it() -> None:

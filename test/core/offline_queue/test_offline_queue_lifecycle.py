@@ -78,3 +78,24 @@ def test_a_request_that_makes_no_sense_is_refused(changes: dict[str, Any], messa
 def test_a_setting_out_of_range_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^offline queue: {field} must be"):
         OfflineQueueConfig(**{field: value})
+
+
+def test_short_deadlines_take_half_of_the_picks_at_most() -> None:
+    config = OfflineQueueConfig(utility_ratio=0.0)
+    queue = queue_of(*(offline(f"line-{n}", f"l {n}") for n in range(200)), config=config)
+    picks = []
+    for number in range(100):
+        now_s = 10.0 + number
+        urgent = offline(f"urgent-{number}", f"u {number}", arrival_s=now_s, deadline_s=now_s + 9)
+        queue.add(urgent)
+        picks.append(pick(queue, now_s).rid.split("-")[0])
+    assert picks[:4] == ["urgent", "line"] * 2
+    assert picks.count("line") == 50
+
+
+def test_a_deadline_that_cannot_be_met_counts_as_none() -> None:
+    config = OfflineQueueConfig(utility_ratio=0.0)
+    late = offline("late", "a", arrival_s=1.0, deadline_s=5.0)
+    queue = queue_of(offline("old", "b"), late, config=config)
+    assert queue.peek(4.0).rid == "late"
+    assert queue.peek(6.0).rid == "old"

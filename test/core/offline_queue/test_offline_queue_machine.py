@@ -49,6 +49,7 @@ class NaiveQueue:
         self.draw = self.random.random()
         self.last_prompt: Prompt = ()
         self.num_overtakes = 0
+        self.is_urgent = False
         self.without_room: set[int] = set()
 
     def stalest(self) -> int:
@@ -62,7 +63,7 @@ class NaiveQueue:
         if config.max_overtakes is not None and self.num_overtakes >= config.max_overtakes:
             return stalest
         slack_s, urgent = min((self.slack_s(n, now_s), n) for n in self.trie.waiting)
-        if slack_s < config.deadline_slack_s:
+        if slack_s < config.deadline_slack_s and not self.is_urgent:
             return urgent
         if config.longest_first and (longest := self.longest()) is not None:
             return longest
@@ -83,10 +84,19 @@ class NaiveQueue:
         request = self.requests[number]
         if request.deadline_s is None:
             return math.inf
-        return request.deadline_s - request.estimated_service_s - now_s
+        slack_s = request.deadline_s - request.estimated_service_s - now_s
+        # A deadline that cannot be met counts as none.
+        return math.inf if slack_s < 0 else slack_s
+
+    def starts_s(self, number: int) -> float:
+        latest_s = self.requests[number].latest_start_s
+        return math.inf if latest_s is None else latest_s
 
     def take(self, number: int) -> None:
-        self.num_overtakes = 0 if number == self.stalest() else self.num_overtakes + 1
+        stalest = self.stalest()
+        self.num_overtakes = 0 if number == stalest else self.num_overtakes + 1
+        earlier_s = self.starts_s(stalest) - self.starts_s(number)
+        self.is_urgent = earlier_s > self.config.deadline_slack_s
         self.draw = self.random.random()
         self.last_prompt = self.trie.prompts[number]
         self.trie.suspend(number)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import deadlines, parse_slo
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policy import Policy
@@ -21,8 +21,8 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 # 10 ms a step, 0.1 ms a token, and a little for context.
-MODEL = LinearModel.of(
-    CONSERVE, compute_token_s=1e-4, attention_pair_s=1e-9, context_token_s=1e-7, iteration_s=0.010
+MODEL = PolynomialModel.of(
+    compute_token_s=1e-4, attention_pair_s=1e-9, context_token_s=1e-7, iteration_s=0.010
 )
 TARGETS = SloTargets(ttft_s=1.0, tpot_s=0.1)
 
@@ -39,12 +39,16 @@ def online(
     cached: int = 0,
     arrival_s: float = 0.0,
     last_token_s: float | None = None,
+    first_token_s: float | None = None,
     request_class: RequestClass = RequestClass.ONLINE,
     can_pause: bool = True,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
 ) -> Request:
-    """An online request. A decode has produced one token at 0 s, unless told otherwise."""
+    """An online request. A decode has produced one token at 0 s, unless told otherwise.
+
+    All tokens of a request came at ``last_token_s``, unless ``first_token_s`` says otherwise.
+    """
     decodes = state in (RequestState.DECODING, RequestState.PAUSED)
     if generated is None:
         generated = 1 if decodes else 0
@@ -52,6 +56,8 @@ def online(
         computed = prompt_tokens + generated - 1 if decodes else 0
     if last_token_s is None and generated:
         last_token_s = 0.0
+    if first_token_s is None:
+        first_token_s = last_token_s
     info = RequestInfo(
         rid=rid or f"{request_class.value}-{next(_numbers)}",
         request_class=request_class,
@@ -62,7 +68,7 @@ def online(
         tpot_target_s=tpot_s,
         can_pause=can_pause,
     )
-    return Request(info, state, generated, computed, cached, last_token_s)
+    return Request(info, state, generated, computed, cached, last_token_s, first_token_s)
 
 
 def offline(
@@ -114,7 +120,7 @@ def scheduler(
     *waiting: QueuedRequest,
     targets: SloTargets = TARGETS,
     slos: Sequence[str] = (),
-    model: LinearModel = MODEL,
+    model: PolynomialModel = MODEL,
     engine: EngineSize | None = None,
     **config: object,
 ) -> Scheduler:
@@ -127,19 +133,9 @@ def scheduler(
     settings = SchedulerConfig(**config)  # type: ignore[arg-type]
     promised = tuple(map(parse_slo, slos)) or deadlines(targets)
     made = Scheduler(policy, model, promised, settings, engine=engine)
-    if all(slo.limit_s is not None for slo in promised):
-        _open_gaps(made)
     for request in waiting:
         made.add_offline(request)
     return made
-
-
-def _open_gaps(brain: Scheduler) -> None:
-    """Let offline work fill all of the decodes' slack: alone, tokens come one after the other."""
-    info = RequestInfo("alone", RequestClass.ONLINE, 1, 2, arrival_s=0.0)
-    allowance = brain.interference.allowance
-    allowance.gaps({(None, 0.0): 1}, 0.0)
-    allowance.finished(info, 0.0, 0.0)
 
 
 def ran(

@@ -17,7 +17,7 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.planning.lanes import is_late_behind
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestClass, RequestState
@@ -153,7 +153,7 @@ def test_offline_work_runs_beside_decodes(ttft_s: float | None) -> None:
 
 
 def test_a_step_of_its_own_stops_soon_enough_for_an_arrival_and_fits_between_decodes() -> None:
-    model = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=0.010)
+    model = PolynomialModel.of(compute_token_s=1e-4, iteration_s=0.010)
     for ttft_s, longest_s in ((0.04, 0.08), (None, 4 * 0.049)):
         core = scheduler("coserve", queued(8000), model=model, targets=SloTargets(ttft_s, 0.06))
         plan = plan_of(core, seen())
@@ -163,7 +163,7 @@ def test_a_step_of_its_own_stops_soon_enough_for_an_arrival_and_fits_between_dec
 def test_decodes_that_run_to_their_end_are_as_short_as_what_an_arrival_may_wait() -> None:
     """On a GPU they are one graph, but a step with prefills stops."""
     requests = [offline(2000, PAUSED) for _ in range(40)]
-    model = LinearModel.of(CONSERVE, context_token_s=1e-6, iteration_s=0.001)
+    model = PolynomialModel.of(context_token_s=1e-6, iteration_s=0.001)
     core = scheduler("coserve", model=model, targets=SloTargets(0.08, 0.1))
     stops = plan_of(core, seen(*requests))
     assert stops.batch.decode_requests == 40
@@ -178,7 +178,7 @@ def test_decodes_that_run_to_their_end_are_as_short_as_what_an_arrival_may_wait(
 def test_decodes_that_run_to_their_end_are_not_begun_before_a_decode_that_is_due() -> None:
     work = StepStats(decode_requests=8, decode_context_tokens=8000)
     engine = replace(seen(online(100, DECODING)), now_s=0.08, suspended=SuspendedStep(7, work, 0.0))
-    model = LinearModel.of(CONSERVE, context_token_s=3e-6)
+    model = PolynomialModel.of(context_token_s=3e-6)
     core = scheduler("coserve", model=model)
     assert plan_of(core, engine).resumes
     assert not plan_of(core, replace(engine, decodes_stop=False)).resumes

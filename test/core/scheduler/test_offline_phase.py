@@ -17,7 +17,7 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import PrefillChunk
 from sglang_coserve.core.step_stats import StepStats
@@ -51,10 +51,12 @@ def test_a_decode_that_cannot_pause_is_retracted_where_others_pause() -> None:
     assert plan.batch.decode_requests == 1
 
 
-def test_no_offline_decode_joins_where_online_ones_are_more_than_a_step_may_have() -> None:
+def test_a_step_of_decodes_alone_may_have_more_tokens_than_one_with_prompts() -> None:
     requests = [*(online(10, DECODING) for _ in range(6)), *(offline(10) for _ in range(10))]
-    plan = scheduler("coserve").plan(snapshot(*requests, max_batch_tokens=4), NO_CACHE)
-    assert plan.batch.decode_requests == 6
+    core = scheduler("coserve", queued())
+    plan = core.plan(snapshot(*requests, max_batch_tokens=4), NO_CACHE)
+    assert plan.batch.decode_requests == 16
+    assert not plan.prefills
 
 
 def test_decodes_that_cannot_pause_run_before_those_that_can() -> None:
@@ -180,7 +182,7 @@ def test_the_last_decode_pauses_rather_than_starting_over() -> None:
 def test_a_step_is_as_long_as_a_high_throughput_needs(policy: str) -> None:
     """Where attention dominates, a longer prefill is not a faster one: sqrt(0.01/1e-8) = 1000.
     Of the sizes tried, 1024 is the least that has 95% of that throughput."""
-    model = LinearModel.of(CONSERVE, attention_pair_s=1e-8, iteration_s=0.010, compute_token_s=1e-6)
+    model = PolynomialModel.of(attention_pair_s=1e-8, iteration_s=0.010, compute_token_s=1e-6)
     core = scheduler(policy, queued(8192), model=model, targets=SloTargets())
     plan = core.plan(snapshot(), NO_CACHE)
     assert [chunk.tokens for chunk in plan.prefills] == [1024]

@@ -132,7 +132,7 @@ def test_decodes_do_not_wait_for_a_second_step_of_prompts_beside_the_first() -> 
 
 
 def test_a_token_in_flight_comes_out_when_its_step_ends() -> None:
-    decodes = [one._replace(last_token_s=None) for one in many_decodes(10)]
+    decodes = [one._replace(last_token_s=None, first_token_s=None) for one in many_decodes(10)]
     seen = replace(snapshot(*decodes, online(600)), ahead_s=0.06)
     assert scheduler("coserve").plan(seen, NO_CACHE).skips_decodes
 
@@ -226,7 +226,7 @@ def test_offline_work_gives_way_where_more_online_decodes_than_alone_crowd_the_k
         brain.arrived(request.info)
     ran(brain, plan, seen)
     now_s = 2.0  # The baseline has computed their prompts by then.
-    later = [request._replace(last_token_s=now_s) for request in requests]
+    later = [one._replace(last_token_s=now_s, first_token_s=now_s) for one in requests]
     seen = replace(seen, admitted=later, now_s=now_s)
     ran(brain, brain.plan(seen, NO_CACHE), seen)
     brain.add_offline(queued())
@@ -266,7 +266,8 @@ def test_online_decodes_out_of_kv_retract_the_last() -> None:
 def test_a_first_token_in_flight_is_not_overdue(last_token_s: float | None) -> None:
     """Its request arrived 0.6 s ago, and may get a token every 0.1 s."""
     targets = SloTargets(ttft_s=1.0, tpot_s=0.1)
-    first = online(500, DECODING, arrival_s=-0.6)._replace(last_token_s=last_token_s)
+    times_s = {"last_token_s": last_token_s, "first_token_s": last_token_s}
+    first = online(500, DECODING, arrival_s=-0.6)._replace(**times_s)
     plan = scheduler("coserve", queued(50, rid="q"), targets=targets).plan(
         snapshot(first), NO_CACHE
     )

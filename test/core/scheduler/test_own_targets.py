@@ -14,7 +14,7 @@ DECODING = RequestState.DECODING
 WITH_TARGETS = [
     policy
     for policy in OFFLINE_POLICIES
-    if policy != "fifo" and not CoserveConfig(offline_policy=policy).ignores_targets
+    if not CoserveConfig(offline_policy=policy).ignores_targets
 ]
 LOOSE = SloTargets(ttft_s=10.0, tpot_s=1.0)
 
@@ -68,3 +68,23 @@ def test_offline_work_leaves_a_late_own_target_alone(policy: str) -> None:
     served = [chunk.rid for chunk in plan.prefills]
     assert served[0] == request.info.rid
     assert (served == [request.info.rid]) == (policy != "bros")
+
+
+@pytest.mark.parametrize("policy", WITH_TARGETS)
+def test_an_own_tpot_target_that_no_engine_keeps_stops_nobody(policy: str) -> None:
+    # A step of the decode alone takes 10 ms.
+    plan = decode_plan(policy, 0.001)
+    assert plan.predicted_s == decode_plan(policy, None).predicted_s
+    assert plan.batch.prefill_tokens
+
+
+@pytest.mark.parametrize("policy", WITH_TARGETS)
+def test_an_own_ttft_target_that_no_engine_keeps_stops_nobody(policy: str) -> None:
+    # The prompt alone takes 20 ms.
+    requests = [online(100, ttft_s=ttft_s) for ttft_s in (None, 0.005)]
+    cores = [scheduler(policy, queued(9000), targets=LOOSE) for _ in requests]
+    plans = [
+        core.plan(snapshot(request, offline(10)), NO_CACHE)
+        for core, request in zip(cores, requests, strict=True)
+    ]
+    assert plans[0].predicted_s == plans[1].predicted_s

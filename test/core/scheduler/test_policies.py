@@ -19,7 +19,7 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.policies.baselines import FcfsPolicy, SarathiPolicy
 from sglang_coserve.core.policies.bros import BrosPolicy
@@ -36,6 +36,23 @@ PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
 def test_an_unknown_policy_is_named_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match=r"'random'.*coserve, conserve"):
         make_policy("random")
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "message"),
+    [
+        ("bros", {"utility_ratio": 0.5}, "bros: utility_ratio is no .* has only base_batch_requ"),
+        ("conserve", {"random_picks": 1}, "conserve: random_picks is no .* has no settings"),
+        ("bros", {"_batch_requests": 1}, "bros: _batch_requests is no setting"),
+        ("hygen", {"step_prefill_tokens": 0}, "hygen: step_prefill_tokens must be greater"),
+        ("coserve", {"utility_ratio": 1.5}, "coserve: utility_ratio must be less"),
+    ],
+)
+def test_a_setting_that_the_policy_lacks_or_out_of_range_is_named(
+    policy: str, settings: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_policy(policy, settings)
 
 
 class TestConserve:
@@ -160,12 +177,12 @@ class TestBros:
 
 class TestOoco:
     MEMORY_BOUND = MODEL
-    COMPUTE_BOUND = LinearModel.of(CONSERVE, compute_token_s=1e-2, iteration_s=1e-3)
+    COMPUTE_BOUND = PolynomialModel.of(compute_token_s=1e-2, iteration_s=1e-3)
 
     @pytest.mark.parametrize(
         ("model", "victim"), [(MEMORY_BOUND, "short"), (COMPUTE_BOUND, "long")]
     )
-    def test_the_bottleneck_picks_the_victim(self, model: LinearModel, victim: str) -> None:
+    def test_the_bottleneck_picks_the_victim(self, model: PolynomialModel, victim: str) -> None:
         requests = (offline(900, rid="long"), offline(100, rid="short"))
         plan = scheduler("ooco", model=model, targets=SloTargets()).plan(
             snapshot(*requests, online(20), free_slots=0), NO_CACHE

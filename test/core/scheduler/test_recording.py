@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import json
 import random
@@ -10,7 +9,6 @@ import types
 from collections import abc
 from dataclasses import replace
 from enum import Enum
-from itertools import pairwise
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -24,14 +22,13 @@ from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, qu
 from core.scheduler.test_scheduler_machine import SchedulerMachine
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo, deadlines, parse_slo
-from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
-from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
+from sglang_coserve.core.offline_queue import PackedTokens, QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.core.step import (
     PrefillChunk,
     Retraction,
@@ -43,11 +40,12 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.recording.calls import (
-    Arrived,
-    Event,
+    Call,
     Finished,
+    Flushed,
     OfflineAdded,
     Planned,
+    RecordedStep,
     RecordingScheduler,
     Restored,
     SchedulerSetup,
@@ -55,7 +53,7 @@ from sglang_coserve.recording.calls import (
     Updated,
     replay,
 )
-from sglang_coserve.recording.file import VERSION, EventEncoder, encode_setup, read_recording
+from sglang_coserve.recording.file import VERSION, encode_setup, encode_step, read_recording
 
 STEP = StepStats(decode_requests=1)
 PROFILE = LatencyProfile(MODEL, None, "h100", "llama-3.1-8b", 1, "0.5.17")
@@ -69,36 +67,35 @@ def setup(
     )
 
 
-def lines_of(made_of: SchedulerSetup, events: list[Event]) -> list[str]:
-    encoder = EventEncoder()
-    return [encode_setup(made_of), *map(encoder.encode, events)]
+def lines_of(made_of: SchedulerSetup, steps: list[RecordedStep]) -> list[bytes]:
+    return [encode_setup(made_of), *map(encode_step, steps)]
 
 
-def read(lines: list[str]) -> tuple[SchedulerSetup, list[Event]]:
-    made_of, events = read_recording(lines, "plans.jsonl")
-    return made_of, list(events)
+def read(lines: list[bytes]) -> tuple[SchedulerSetup, list[RecordedStep]]:
+    made_of, steps = read_recording(lines, "plans.jsonl")
+    return made_of, list(steps)
 
 
 # --- Random traffic -----------------------------------------------------------------------
 
 
 class RecordedMachine(SchedulerMachine):
-    """The same arbitrary traffic; in the end all that the scheduler was told is replayed."""
+    """The same arbitrary traffic; in the end all recorded plans are made again."""
 
     def scheduler_of(self, config: SchedulerConfig, slo: SloTargets) -> Scheduler:
         config = replace(config, refine=True)
         self.setup_made_of = SchedulerSetup(self.policy, deadlines(slo), config, PROFILE)
-        self.events: list[Event] = []
-        return RecordingScheduler(self.setup_made_of.make(), self.events.append)
+        self.steps: list[RecordedStep] = []
+        return RecordingScheduler(self.setup_made_of.make(), self.steps.append)
 
     def teardown(self) -> None:
-        if not hasattr(self, "events"):
+        if not hasattr(self, "steps"):
             return
         super().teardown()
-        made_of, events = read(lines_of(self.setup_made_of, self.events))
+        made_of, steps = read(lines_of(self.setup_made_of, self.steps))
         assert made_of == self.setup_made_of
-        assert events == self.events
-        for replayed in replay(events, made_of.make()):
+        assert steps == self.steps
+        for replayed in replay(steps, made_of.make()):
             assert replayed.recorded == replayed.replayed
             assert not replayed.differences
 
@@ -111,14 +108,15 @@ def test_random_traffic_replays_to_the_same_plans(policy: str) -> None:
     )
 
 
-# --- Any event ----------------------------------------------------------------------------
+# --- Any step -----------------------------------------------------------------------------
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 names = st.text(max_size=8)
+token_ids = st.integers(0, 2**32 - 1)
 queued_requests = st.builds(
     QueuedRequest,
     rid=names,
-    token_ids=st.lists(st.integers(0, 2**32 - 1), min_size=1).map(pack_tokens),
+    token_ids=st.lists(token_ids, min_size=1).map(pack_tokens),
     arrival_s=finite,
     max_new_tokens=st.integers(min_value=0),
     num_generated_tokens=st.integers(min_value=0),
@@ -131,6 +129,7 @@ SIMPLE = {
     str: names,
     bool: st.booleans(),
     NoneType: st.none(),
+    PackedTokens: st.lists(token_ids).map(pack_tokens),
     QueuedRequest: queued_requests,
 }
 
@@ -160,15 +159,17 @@ def anything(kind: Any) -> st.SearchStrategy[Any]:
 
 SLOS = [parse_slo(text) for text in ("ttft p99 <= 300ms", "tbt p99 <= +10%", "tpot mean <= +0%")]
 
-events_of_every_kind = anything(Event)
+steps_of_every_kind = st.builds(
+    RecordedStep, st.lists(anything(Call), max_size=4).map(tuple), st.none() | anything(Planned)
+)
 
 
 @settings(deadline=None)
-@given(st.lists(events_of_every_kind, max_size=12))
-def test_every_event_survives_the_way_through_a_file(events: list[Event]) -> None:
-    lines = lines_of(setup(), events)
-    assert all(line.endswith("\n") and line.isascii() for line in lines)
-    assert read(lines)[1] == events
+@given(st.lists(steps_of_every_kind, max_size=4))
+def test_every_step_survives_the_way_through_a_file(steps: list[RecordedStep]) -> None:
+    lines = lines_of(setup(), steps)
+    assert all(line.index(b"\n") == len(line) - 1 for line in lines)
+    assert read(lines)[1] == steps
 
 
 @given(
@@ -181,14 +182,17 @@ def test_every_event_survives_the_way_through_a_file(events: list[Event]) -> Non
     ),
     st.lists(st.sampled_from(SLOS)).map(tuple),
     anything(EngineSize),
+    st.fixed_dictionaries(
+        {}, optional={"step_prefill_tokens": st.integers(1), "utility_ratio": st.floats(0, 1)}
+    ),
 )
 def test_the_setup_survives_the_way_through_a_file(
-    config: SchedulerConfig, slos: tuple[Slo, ...], engine: EngineSize
+    config: SchedulerConfig, slos: tuple[Slo, ...], engine: EngineSize, policy: dict[str, float]
 ) -> None:
     profile = replace(
-        PROFILE, latency_model=LinearModel.of(HYGEN, prefill_token_s=0.1, iteration_s=1 / 3)
+        PROFILE, latency_model=PolynomialModel.of(compute_token_s=0.1, iteration_s=1 / 3)
     )
-    made_of = SchedulerSetup("hygen", slos, config, profile, engine)
+    made_of = SchedulerSetup("hygen", slos, config, profile, engine, policy)
     assert read([encode_setup(made_of)]) == (made_of, [])
 
 
@@ -199,41 +203,13 @@ def test_a_snapshot_of_64_requests_is_small() -> None:
             rng.randint(100, 4000),
             rid=f"{rng.getrandbits(128):032x}",
             generated=rng.randint(1, 400),
+            first_token_s=12345.678901234567,
             last_token_s=12345.678901234567,
         )
         for _ in range(64)
     ]
     planned = Planned(snapshot(*decodes), {}, StepPlan())
-    encoder = EventEncoder()
-    encoder.encode(planned)
-    assert len(encoder.encode(planned)) < 64 * 64
-
-
-def test_a_reader_forgets_requests_that_have_ended() -> None:
-    """Of 60 names half come again without an end, with another request behind them."""
-
-    def num_infos() -> int:
-        return sum(isinstance(each, RequestInfo) for each in gc.get_objects())
-
-    encoder = EventEncoder()
-    lines = [encode_setup(setup())]
-    for number in range(90):
-        rid = f"r{number % 60}"
-        info = online(5, rid=rid, arrival_s=number).info
-        late = (ServedRequest(online(5, rid=f"{rid} has ended").info, 1.0),)
-        events = [
-            Arrived(info),
-            Planned(snapshot(Request(info, RequestState.DECODING, 1, 5)), {}, StepPlan()),
-            Updated(StepResult(0, 0.0, 0.1, STEP, served=late)),
-            *([Finished(rid)] if number >= 30 else []),
-        ]
-        lines += map(encoder.encode, events)
-    _, read_events = read_recording(lines, "plans.jsonl")
-    before = num_infos()
-    for _ in lines[2:]:  # Not the last: the reader is at work.
-        next(read_events)
-    assert num_infos() - before < 5
-    assert next(read_events) == Finished("r29")
+    assert len(encode_step(RecordedStep((), planned))) < 64 * 176
 
 
 # --- Recording ----------------------------------------------------------------------------
@@ -248,23 +224,41 @@ def test_a_recording_scheduler_records_every_method_of_a_scheduler() -> None:
         }
 
     calls = interface(Scheduler)
-    del calls["must_suspend"]  # It changes nothing, and no plan depends on its answer.
+    for asked in ("must_suspend", "online_lease_s", "protection"):
+        del calls[asked]  # It changes nothing, and no plan depends on its answer.
     assert interface(RecordingScheduler) == calls
 
 
 def test_a_call_that_fails_is_not_recorded() -> None:
-    events: list[Event] = []
-    recording = RecordingScheduler(setup().make(), events.append)
+    steps: list[RecordedStep] = []
+    recording = RecordingScheduler(setup().make(), steps.append)
     request = queued(10)
     recording.add_offline(request)
     with pytest.raises(Exception, match="already queued"):
         recording.add_offline(request)
     with pytest.raises(Exception, match="never came"):
         recording.restore("nobody", 0)
-    assert events == [OfflineAdded(request)]
     waiting = recording.queue.peek(0.0)
     assert waiting is not None and waiting.rid == request.rid
     assert recording.model == MODEL
+    recording.plan(snapshot(), NO_CACHE)
+    assert [step.calls for step in steps] == [(OfflineAdded(request),)]
+
+
+def test_a_plan_or_a_result_without_a_plan_ends_a_step() -> None:
+    """Calls are kept in memory only until then, however long no plan is made."""
+    steps: list[RecordedStep] = []
+    recording = RecordingScheduler(setup().make(), steps.append)
+    recording.flushed()
+    seen = snapshot(offline(10))
+    plan = recording.plan(seen, NO_CACHE)
+    result = ran(recording, plan, seen)
+    assert steps == [RecordedStep((Flushed(),), Planned(seen, {}, plan))]
+    unplanned = StepResult(None, 1.0, 0.5, STEP)
+    recording.update(unplanned)
+    recording.update(unplanned)
+    calls = (Started(plan.prefills), Updated(result), Updated(unplanned))
+    assert steps[1:] == [RecordedStep(calls), RecordedStep((Updated(unplanned),))]
 
 
 class BrokenCache(Cache):
@@ -272,23 +266,23 @@ class BrokenCache(Cache):
         raise LookupError(rid)
 
 
-def test_what_a_plan_that_fails_is_made_from_is_recorded() -> None:
-    events: list[Event] = []
-    recording = RecordingScheduler(setup().make(), events.append)
+def test_the_input_of_a_plan_that_fails_is_recorded() -> None:
+    steps: list[RecordedStep] = []
+    recording = RecordingScheduler(setup().make(), steps.append)
     recording.add_offline(queued(10))
     with pytest.raises(LookupError):
         recording.plan(snapshot(), BrokenCache({}))
-    assert events[1:] == [Planned(snapshot(), {}, StepPlan())]
+    assert [step.planned for step in steps] == [Planned(snapshot(), {}, StepPlan())]
 
 
 # --- Replaying ----------------------------------------------------------------------------
 
 
-def recorded_evening() -> tuple[SchedulerSetup, list[Event]]:
+def recorded_evening() -> tuple[SchedulerSetup, list[RecordedStep]]:
     """Three offline prompts, of which the first is cached, beside an online decode."""
     made_of = setup()
-    events: list[Event] = []
-    recording = RecordingScheduler(made_of.make(), events.append)
+    steps: list[RecordedStep] = []
+    recording = RecordingScheduler(made_of.make(), steps.append)
     for number in range(3):
         recording.add_offline(queued(400, rid=f"q{number}", arrival_s=number, first=number * 1000))
     decode = online(100, RequestState.DECODING, rid="on")
@@ -296,53 +290,65 @@ def recorded_evening() -> tuple[SchedulerSetup, list[Event]]:
         seen = snapshot(decode, max_batch_tokens=600)
         ran(recording, recording.plan(seen, cache), seen)  # type: ignore[arg-type]
     recording.finish("on")
-    return made_of, events
+    recording.update(StepResult(None, 1.0))
+    return made_of, steps
+
+
+def planned_of(step: RecordedStep) -> Planned:
+    assert step.planned is not None
+    return step.planned
 
 
 def test_the_answers_of_the_prefix_cache_are_part_of_the_recording() -> None:
-    made_of, events = recorded_evening()
-    first = next(event for event in events if isinstance(event, Planned))
+    made_of, steps = recorded_evening()
+    first = planned_of(steps[0])
     assert dict(first.plan.prefills)["q0"] == 100
     assert first.cached_tokens["q0"] == 300
-    assert not any(replayed.differences for replayed in replay(events, made_of.make()))
-    forgotten = [changed(e, cached_tokens={}) if e is first else e for e in events]
-    replayed = next(iter(replay(forgotten, made_of.make())))
+    assert not any(replayed.differences for replayed in replay(steps, made_of.make()))
+    steps[0] = changed(steps[0], planned=changed(first, cached_tokens={}))
+    replayed = next(iter(replay(steps, made_of.make())))
     assert {"prefills", "batch"} <= set(replayed.differences)
 
 
 def test_a_plan_that_differs_is_named_with_its_fields() -> None:
-    made_of, events = recorded_evening()
+    made_of, steps = recorded_evening()
     slower = replace(made_of, slos=deadlines(SloTargets(ttft_s=1.0, tpot_s=0.03)))
-    replays = list(replay(events, slower.make()))
+    replays = list(replay(steps, slower.make()))
     assert [replayed.index for replayed in replays] == [0, 1]
     assert "prefills" in replays[0].differences
-    assert replays[0].recorded == next(e.plan for e in events if isinstance(e, Planned))
+    assert replays[0].recorded == planned_of(steps[0]).plan
     assert replays[0].replayed.batch.prefill_tokens < replays[0].recorded.batch.prefill_tokens
 
 
 def test_rounding_is_no_difference_in_a_time_but_a_token_is_one() -> None:
-    made_of, events = recorded_evening()
+    made_of, steps = recorded_evening()
+
+    def rounded(step: RecordedStep, factor: float) -> RecordedStep:
+        if step.planned is None:
+            return step
+        plan = step.planned.plan
+        plan = replace(plan, predicted_s=plan.predicted_s * factor)
+        return changed(step, planned=changed(step.planned, plan=plan))
+
     for factor, differences in ((1 + 1e-12, ()), (1 + 1e-6, ("predicted_s",))):
-        rounded = [
-            changed(e, plan=replace(e.plan, predicted_s=e.plan.predicted_s * factor))
-            if isinstance(e, Planned)
-            else e
-            for e in events
-        ]
-        assert {r.differences for r in replay(rounded, made_of.make())} == {differences}
+        replays = replay([rounded(step, factor) for step in steps], made_of.make())
+        assert {replayed.differences for replayed in replays} == {differences}
 
 
 # --- Lines that are not as they were written ----------------------------------------------
 
 
-def all_lines() -> list[str]:
-    made_of, events = recorded_evening()
+def all_lines() -> list[bytes]:
+    made_of, steps = recorded_evening()
     served = (ServedRequest(online(10, rid="z").info, 1.5),)
-    events += [Updated(StepResult(2, 0.5, 0.5, STEP, served=served)), Restored("q0", 3)]
+    calls = Updated(StepResult(2, 0.5, 0.5, STEP, served=served)), Restored("q0", 3)
     plan = StepPlan(retract=(Retraction("q0", 3),), online_part_s=0.5, is_deadline_bound=True)
     plan = replace(plan, added_s=0.25, waits_online=True)
-    events += [Planned(snapshot(online(5)), {}, plan), Started((PrefillChunk("q0", 3),))]
-    return lines_of(made_of, events)
+    steps += [
+        RecordedStep(calls, Planned(snapshot(online(5)), {}, plan)),
+        RecordedStep((Started((PrefillChunk("q0", 3),)), Finished("q0"))),
+    ]
+    return lines_of(made_of, steps)
 
 
 def leaves(node: object) -> list[list[Any]]:
@@ -358,14 +364,15 @@ def leaves(node: object) -> list[list[Any]]:
 def test_every_wrong_value_is_refused_with_its_line() -> None:
     lines = all_lines()
     assert len(read(lines)[1]) == len(lines) - 1
-    for number, line in enumerate(lines):
-        for path in leaves(json.loads(line)):
-            document = json.loads(line)
+    for number, good in enumerate(lines):
+        for path in leaves(json.loads(good)):
+            document = json.loads(good)
             node = document
             for key in path[:-1]:
                 node = node[key]
             node[path[-1]] = {"a": True}
-            bad = [*lines[:number], json.dumps(document) + "\n", *lines[number + 1 :]]
+            line = json.dumps(document).encode() + b"\n"
+            bad = [*lines[:number], line, *lines[number + 1 :]]
             with pytest.raises(InputFileError, match=rf"^plans\.jsonl:{number + 1}: .*{path[0]}"):
                 read(bad)
 
@@ -374,27 +381,27 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
     ("line", "message"),
     [
         ("nonsense", "not valid JSON"),
-        ('{"event":"vanished"}', "event: Invalid value 'vanished'"),
-        ('{"event":"finished","rid":"a","why":"b"}', "Object contains unknown field `why`"),
+        ("{}", "missing required field `calls`"),
+        ('{"calls":[{"call":"vanished"}]}', r"calls\[0\].call: Invalid value 'vanished'"),
         (
-            '{"event":"updated","new":[],"result":{"step":1,"started_s":1},"served":[[9,0]]}',
-            "it refers to what is not there: 9",
+            '{"calls":[{"call":"finished","rid":"a","why":"b"}]}',
+            r"calls\[0\]: Object contains unknown field `why`",
         ),
         (
-            '{"event":"added","request":{"rid":"a","token_ids":"","arrival_s":0,'
-            '"max_new_tokens":1}}',
+            '{"calls":[{"call":"added","request":{"rid":"a","token_ids":"","arrival_s":0,'
+            '"max_new_tokens":1}}]}',
             "offline request 'a' cannot be queued: its prompt has no tokens",
         ),
         (
-            '{"event":"added","request":{"rid":"a","token_ids":"AAAAAA==","arrival_s":0,'
-            '"max_new_tokens":1}}',
-            "request.token_ids: 4 bytes are no tokens",
+            '{"calls":[{"call":"added","request":{"rid":"a","token_ids":"AAAAAA==","arrival_s":0,'
+            '"max_new_tokens":1}}]}',
+            "token_ids: 4 bytes are no tokens",
         ),
     ],
 )
 def test_a_malformed_line_is_refused_by_number(line: str, message: str) -> None:
     with pytest.raises(InputFileError, match=rf"^plans\.jsonl:2: .*{message}"):
-        read([encode_setup(setup()), line + "\n"])
+        read([encode_setup(setup()), line.encode() + b"\n"])
 
 
 @pytest.mark.parametrize(
@@ -411,19 +418,22 @@ def test_a_first_line_that_cannot_be_used_is_refused(
 ) -> None:
     header = json.loads(encode_setup(setup())) | changes
     with pytest.raises(InputFileError, match=rf"^plans\.jsonl:1: {message}"):
-        read([json.dumps(header) + "\n"])
+        read([json.dumps(header).encode() + b"\n"])
 
 
-def test_a_recording_broken_off_at_any_place_is_read_up_to_there() -> None:
+def test_a_recording_cut_off_at_any_place_is_read_up_to_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lines = all_lines()
-    whole = read(lines)[1]
-    text = "".join(lines)
-    ends = [0, *(i + 1 for i, letter in enumerate(text) if letter == "\n")]
-    for number, (start, end) in enumerate(pairwise(ends)):
-        for cut in (start, (start + end) // 2, end - 1):
-            kept = text[:cut].splitlines(keepends=True)
+    steps = read(lines)[1]
+    for number, line in enumerate(lines):
+        for end in (0, len(line) // 2, len(line) - 1):
+            caplog.clear()
+            cut = [*lines[:number], *([line[:end]] if end else [])]
             if number == 0:
                 with pytest.raises(InputFileError, match=r"^plans\.jsonl: nothing is recorded"):
-                    read(kept)
-            else:
-                assert read(kept)[1] == whole[: number - 1]
+                    read(cut)
+                continue
+            assert read(cut)[1] == steps[: number - 1]
+            warning = f"plans.jsonl:{number + 1}: the last line is cut off, and is left out"
+            assert caplog.messages == ([warning] if end else [])

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from core.scheduler import scenarios
 from core.scheduler.scenarios import MODEL
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.offline_queue import pack_tokens
@@ -26,7 +27,7 @@ from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
+from sglang_coserve.core.snapshot import ChunkRules, EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, Retraction, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
@@ -59,6 +60,9 @@ machines = st.builds(
     page_tokens=st.sampled_from([1, 16]),
     max_running_requests=st.sampled_from([2, 16]),
     max_batch_tokens=st.sampled_from([48, 512]),
+    chunk_rules=st.sampled_from(
+        [ChunkRules(), ChunkRules(align_tokens=24), ChunkRules(may_cut=False)]
+    ),
     safepoint=st.sampled_from([None, SafepointConfig(8, 2, 0.0)]),
     overlap=st.booleans(),
     noise_cv=st.sampled_from([0.0, 0.3]),
@@ -85,7 +89,10 @@ def check_contract(plan: StepPlan, seen: EngineSnapshot) -> None:
     assert plan.predicted_s == MODEL.predict(plan.batch)
     assert plan.prefills or plan.is_idle or not plan.skips_decodes, "a step for nobody"
     decodes = plan.batch.decode_requests
-    assert plan.batch.compute_tokens <= max(seen.max_batch_tokens, decodes)
+    most_tokens = max(seen.max_batch_tokens, decodes)
+    if not seen.chunk_rules.may_cut and len(plan.prefills) == 1:
+        most_tokens = max(most_tokens, plan.batch.compute_tokens)
+    assert plan.batch.compute_tokens <= most_tokens
     assert all(0 < tokens <= requests[rid].computed_tokens for rid, tokens in plan.retract)
     # Of a batch without online requests all are moved at once.
     decoding = [one for one in seen.admitted if one.state is RequestState.DECODING]
@@ -104,7 +111,8 @@ def check_online_first(plan: StepPlan, seen: EngineSnapshot, policy: str) -> Non
     decoding = set()
     if plan.lane is Lane.SHARED and not plan.skips_decodes:
         decoding = {one.info.rid for one in offline if one.state is RequestState.DECODING}
-        decoding = (decoding | {*plan.resume}) - {*plan.pause, *retracted}
+        resumed = {*plan.resume} & {one.info.rid for one in offline}  # Online decodes resume, too.
+        decoding = (decoding | resumed) - {*plan.pause, *retracted}
     prefilling = chunks.keys() - {one.info.rid for one in online}
     runs_all = policy in RUNS_ALL_DECODES
     if not runs_all and (prefilling or decoding):
@@ -172,6 +180,11 @@ class PartialEngine(SimEngine):
         step = executor.begin(admitted, self.now_s)
         self._report_changes(plan, step)
         return step
+
+    def _run(self, plan: StepPlan, batch: RunningStep) -> None:
+        # A step without any request takes no time, so no arrival can suspend it.
+        lane = Lane.SHARED if batch.plan.is_idle else plan.lane
+        super()._run(replace(plan, lane=lane), batch)
 
     def _context(self, rid: str) -> int:
         executor = self.executor
@@ -256,7 +269,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.live()))
+        self.aborts(data.draw(st.sampled_from(self.live())))
+
+    def aborts(self, request: SimRequest) -> None:
         rid = request.info.rid
         if rid in self.executor.admitted:
             release = Retraction(rid, request.computed_tokens)
@@ -305,3 +320,31 @@ def test_a_policy_keeps_the_contract(policy: str) -> None:
     run_state_machine_as_test(
         machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
     )
+
+
+def test_a_late_online_decode_that_resumes_is_no_offline_work() -> None:
+    """Hypothesis found it under ``bros``, which lets online decodes pause: no budget stops it."""
+    late = scenarios.online(50_000, RequestState.PAUSED, last_token_s=-1.0)
+    prompt = scenarios.online(10, arrival_s=-0.988)
+    seen = scenarios.snapshot(late, prompt, scenarios.offline(10))
+    plan = scenarios.scheduler("bros").plan(seen, scenarios.NO_CACHE)
+    assert plan.resume == (late.info.rid,)
+    assert plan.predicted_s > plan.budget_s
+    check_online_first(plan, seen, "bros")
+
+
+def test_a_step_of_which_nothing_is_admitted_cannot_be_suspended() -> None:
+    """Hypothesis found it under ``hygen``: an online request arrives before the step begins."""
+    machine = SchedulerMachine()
+    safepoint = SafepointConfig(num_layers=8, interval_layers=2, check_s=0.0)
+    config = ExecutorConfig(
+        kv_capacity_tokens=480, max_batch_tokens=48, safepoint=safepoint, overlap=True
+    )
+    machine.start(SchedulerConfig(), SloTargets(), config)
+    machine.online_arrives(prompt_tokens=100, new_tokens=1, after_s=0.0)
+    machine.online_arrives(prompt_tokens=1, new_tokens=1, after_s=0.001)
+    machine.offline_arrives(prompt_tokens=1, new_tokens=1, token=0, can_pause=True)
+    machine.run_a_part(admits=1)
+    machine.aborts(machine.engine.requests[0])
+    machine.run_a_part(admits=0)
+    machine.teardown()

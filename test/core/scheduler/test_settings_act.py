@@ -11,6 +11,7 @@ import pytest
 
 from core.scheduler.scenarios import MODEL, TARGETS
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, OFFLINE_POLICIES, CoserveConfig
+from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import ConfigError
@@ -22,20 +23,28 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "iteration_budget_ms": (20.0, {"iteration_budget_s": 0.02}),
     "offline_max_running": (2, {"max_offline_requests": 2}),
     "overload": ("shed", {"overload": Overload.SHED}),
-    "offline_utility_ratio": (0.0, {"utility_ratio": 0.0}),
-    "offline_random_picks": (0, {"random_picks": 0}),
-    "step_prefill_tokens": (64, {"step_prefill_tokens": 64}),
-    "base_batch_requests": (2, {"base_batch_requests": 2}),
+    "stream_slowdown": ("20%", {"stream_slowdown": 0.2}),
 }
-"""By flag: a value, and what the core makes of it. The other flags act outside of the core."""
+"""Values by flag, each with the field of ``SchedulerConfig``. Flags neither here nor in
+``OF_POLICIES`` act outside of the core."""
+
+OF_POLICIES: dict[str, float] = {
+    "offline_utility_ratio": 0.0,
+    "offline_random_picks": 0,
+    "step_prefill_tokens": 64,
+    "base_batch_requests": 2,
+}
+"""Values by flag, for flags that are settings of policies."""
 
 VALUES: dict[str, dict[str, Any]] = {
     **{name: {name: value} for name, (value, _) in SETTINGS.items()},
+    **{name: {name: value} for name, value in OF_POLICIES.items()},
     "slo_ttft_ms": {"slo_ttft_ms": 100.0},
     "slo_tpot_ms": {"slo_tpot_ms": 20.0},
     "slo": {"slo": ("ttft p99 <= 300ms",)},
     "online_slowdown": {"online_slowdown": "10%"},
     "offline_objectives": {"offline_objectives": ("night",)},
+    "offline_priority_below": {"offline_priority_below": 0.0},
     "latency_profile": {"latency_profile": "profile.json"},
     "startup_profile_seconds": {"startup_profile_seconds": 3.0},
     "safepoint_interval": {"safepoint_interval": 2},
@@ -43,7 +52,6 @@ VALUES: dict[str, dict[str, Any]] = {
     "record_plans": {"record_plans": "plans.jsonl"},
     "kv_checkpoint": {"kv_checkpoint": "eager"},
     "kv_checkpoint_host_gb": {"kv_checkpoint_host_gb": 1.0, "kv_checkpoint": "lazy"},
-    "kv_checkpoint_watermark": {"kv_checkpoint_watermark": 0.5, "kv_checkpoint": "pressure"},
     "kv_move_dir": {"kv_move_dir": "moved", "kv_checkpoint": "eager"},
     "pool": {"pool": "relaxed", "kv_move_dir": "moved", "kv_checkpoint": "eager"},
     "media_sources": {"media_sources": "inline"},
@@ -62,11 +70,11 @@ VALUES: dict[str, dict[str, Any]] = {
 }
 """By flag: a value that is not its default, with the flags that it needs."""
 
-PLANNING = [policy for policy in OFFLINE_POLICIES if policy != "fifo"]
-
-
 TIGHT = SloTargets(ttft_s=1.0, tpot_s=0.0109)
 """Not all decodes fit a step."""
+
+FREE = SloTargets(ttft_s=1.0)
+"""No limit on gaps, which would replace the pace of streams."""
 
 
 @cache
@@ -77,6 +85,7 @@ def decided(
     online_share: float,
     gap_s: float,
     settings: tuple[tuple[str, Any], ...],
+    policy_settings: tuple[tuple[str, Any], ...] = (),
 ) -> list[StepPlan]:
     """What is planned while first only offline requests come, then online ones among them, one
     request every ``gap_s``. Every 10 ms they are more than can be served."""
@@ -103,6 +112,7 @@ def decided(
         ),
         model=MODEL,
         scheduler_config=SchedulerConfig(**dict(settings)),
+        policy_settings=dict(policy_settings),
     )
     plans = []
     for _ in range(130):
@@ -111,15 +121,41 @@ def decided(
     return plans
 
 
+def acts_on(
+    policy: str, settings: dict[str, Any], policy_settings: dict[str, Any] | None = None
+) -> bool:
+    changed = tuple(settings.items()), tuple((policy_settings or {}).items())
+    return any(
+        decided(policy, share, *load, *changed) != decided(policy, share, *load, ())
+        for share in (None, SafepointConfig(4, 1))
+        for load in ((TARGETS, 0.7, 0.01), (TIGHT, 0.3, 0.03), (FREE, 0.7, 0.01))
+    )
+
+
+@pytest.mark.parametrize("policy", OFFLINE_POLICIES)
+@pytest.mark.parametrize("name", OF_POLICIES)
+def test_a_setting_of_the_policy_acts_or_its_flag_is_refused(policy: str, name: str) -> None:
+    if name in FIELDS_WITHOUT_EFFECT[policy]:
+        return  # ``test_every_flag_is_taken_or_refused_by_every_policy``
+    config = CoserveConfig(offline_policy=policy, **{name: OF_POLICIES[name]})
+    assert list(config.policy_settings().values()) == [OF_POLICIES[name]]
+    assert acts_on(policy, {}, config.policy_settings())
+
+
+def test_every_setting_of_a_policy_that_a_server_offers_has_a_flag() -> None:
+    for policy in OFFLINE_POLICIES:
+        names = {field.name for field in dataclasses.fields(POLICIES[policy]) if field.init}
+        refused = FIELDS_WITHOUT_EFFECT[policy]
+        flags = {name: value for name, value in OF_POLICIES.items() if name not in refused}
+        settings = CoserveConfig(offline_policy=policy, **flags).policy_settings()
+        assert settings.keys() == names - {"role", "chunk_tokens"}
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("policy", PLANNING)
+@pytest.mark.parametrize("policy", OFFLINE_POLICIES)
 def test_a_setting_acts_or_its_flag_is_refused(policy: str, name: str) -> None:
     value, setting = SETTINGS[name]
-    acts = any(
-        decided(policy, share, *load, tuple(setting.items())) != decided(policy, share, *load, ())
-        for share in (None, SafepointConfig(4, 1))
-        for load in ((TARGETS, 0.7, 0.01), (TIGHT, 0.3, 0.03))
-    )
+    acts = acts_on(policy, setting)
     assert acts != (name in FIELDS_WITHOUT_EFFECT[policy])
     flags: dict[str, Any] = {"offline_policy": policy, name: value}
     if acts:
@@ -160,8 +196,3 @@ def test_a_flag_is_refused_without_what_it_needs(name: str) -> None:
 @pytest.mark.parametrize("policy", OFFLINE_POLICIES)
 def test_what_is_turned_off_may_be_said_to_be(policy: str) -> None:
     CoserveConfig(offline_policy=policy, safepoint_interval=0, startup_profile_seconds=0.0)
-
-
-def test_fifo_refuses_targets_that_are_relative() -> None:
-    with pytest.raises(ConfigError, match="relative to online requests alone has no effect"):
-        CoserveConfig(offline_policy="fifo", slo=("ttft p99 <= +10%",))

@@ -97,7 +97,7 @@ def test_a_step_between_two_online_tokens_says_whether_it_fits(
     batch = StepStats.of([(100, 0)])
     plan = StepPlan(lane=Lane.OFFLINE, until_s=5.018, batch=batch, predicted_s=predicted_s)
     log = WorkLog()
-    log.ended(plan, 0.5, StepResult(plan.step, 5.0, predicted_s, batch), 0.0, predicted_s)
+    log.ended(plan, StepResult(plan.step, 5.0, predicted_s, batch), 0.0, predicted_s)
     (entry,) = log.decisions.to_list(6.0)
     assert entry["text"].startswith(text)
     assert log.totals.granted_s == pytest.approx(0.018)

@@ -15,19 +15,21 @@ from srt.own_engine import own_engine
 @pytest.fixture(scope="package")
 def start(small_model: Path) -> Iterator[Callable[..., Served]]:
     """Starts engines, one at a time: SGLang ends all children of a process with any of them."""
-    running: dict[tuple[str, bool], Served] = {}
+    running: dict[bool, Served] = {}
 
-    def start(policy: str = "fifo", *, is_embedding: bool = False) -> Served:
-        if (policy, is_embedding) not in running:
+    def start(*, is_embedding: bool = False) -> Served:
+        if is_embedding not in running:
             running.clear()
             engines.close()
             engine = engines.enter_context(
                 own_engine(
                     small_model,
                     {
-                        "offline_policy": policy,
                         "offline_max_running": 4,
-                        "startup_profile_seconds": 0 if policy == "fifo" else 1,
+                        "startup_profile_seconds": 0,
+                        # Offline requests go on beside online ones.
+                        "slo_ttft_ms": 60_000.0,
+                        "slo_tpot_ms": 60_000.0,
                     },
                     # Since 0.5.22 /v1/responses answers for no other name.
                     served_model_name="small",
@@ -37,8 +39,8 @@ def start(small_model: Path) -> Iterator[Callable[..., Served]]:
                     enable_custom_logit_processor=True,
                 )
             )
-            running[policy, is_embedding] = Served(engine)
-        return running[policy, is_embedding]
+            running[is_embedding] = Served(engine)
+        return running[is_embedding]
 
     with ExitStack() as engines:
         yield start

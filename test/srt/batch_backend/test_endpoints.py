@@ -146,6 +146,7 @@ def test_the_ids_that_clients_give_requests_may_be_equal(served: Served) -> None
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "Tools"),
         (RESPONSES, {"input": "hello", "background": True}, "background"),
         (RESPONSES, {"input": 5}, "input"),
+        (RESPONSES, {"input": "hello", "chat_template_kwargs": {"padding": 1}}, "padding is no"),
         (RESPONSES, {"input": LONG_TEXT}, "longer than the"),
         (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}]}, "longer than the"),
         (RESPONSES, {"input": "hello", "temperature": -1}, "temperature"),

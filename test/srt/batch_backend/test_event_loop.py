@@ -58,7 +58,7 @@ def test_many_large_prompts_are_tokenized_before_any_is_answered(
     start: Any, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     """An answer to the first that came before the last was tokenized would have been lost."""
-    served = start("fifo", is_embedding=endpoint == EMBEDDINGS)
+    served = start(is_embedding=endpoint == EMBEDDINGS)
     watched = Watched(served.manager.tokenizer)
     monkeypatch.setattr(served.manager, "tokenizer", watched)
     monkeypatch.setattr("sglang_coserve.guard.tokenizer_manager.LARGE_CHARS", 500)

@@ -13,7 +13,7 @@ from srt.batch_backend.served import EMBEDDINGS, PROMPT, Served
 
 
 def test_embeddings(start: Callable[..., Served]) -> None:
-    served = start("auto", is_embedding=True)
+    served = start(is_embedding=True)
     assert served.backend.endpoints == {EMBEDDINGS}
     inputs = [PROMPT, "Oil for the lamp"]
     body = served.answer(EMBEDDINGS, {"model": "small", "input": inputs})
@@ -60,7 +60,27 @@ def test_embeddings(start: Callable[..., Served]) -> None:
 def test_an_embedding_of_nothing_is_refused(
     start: Callable[..., Served], body: dict[str, Any], told: str
 ) -> None:
-    served = start("auto", is_embedding=True)
+    served = start(is_embedding=True)
     result, _ = served.serve(EMBEDDINGS, {"model": "small", **body})
     assert (result.status_code, result.is_retryable) == (400, False)
     assert told in result.body["error"]["message"]
+
+
+def test_vectors_for_tokens_have_the_width_of_the_model(start: Callable[..., Served]) -> None:
+    served = start(is_embedding=True)
+    tokens, width = served.manager.tokenizer.encode(PROMPT), served.manager.model_config.hidden_size
+
+    def with_vector(vector: list[float]) -> dict[str, Any]:
+        vectors = [vector] * tokens.count(tokens[0])
+        given = {"embed_override_token_id": tokens[0], "embed_overrides": [vectors]}
+        return {"model": "small", "input": [tokens], **given}
+
+    for vector, told in (
+        ([0.5] * 3, f"a vector has 3 numbers: use {width}"),
+        ([1e300] * width, "not all numbers are finite"),
+    ):
+        result, _ = served.serve(EMBEDDINGS, with_vector(vector))
+        assert (result.status_code, result.is_retryable) == (400, False)
+        assert told in result.body["error"]["message"]
+    served.answer(EMBEDDINGS, with_vector([0.5] * width))
+    served.assert_nothing_left()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from openai.types import Batch
 from batch import route_calls
 from batch.scenarios import SECRET
 from calls import call, client_of
+from forked_processes import ForkedServer
 from sglang_coserve.local_server import LocalServer
 from waiting import GIVE_UP_S
 
@@ -43,9 +46,9 @@ def lines(count: int, max_tokens: int = 8, url: str = COMPLETIONS, **extra: Any)
 
 
 class Deployment(LocalServer):
-    """A server on one directory, with whatever policy a test needs."""
+    """A server on one directory."""
 
-    def __init__(self, model: Path, directory: Path, *flags: str, policy: str = "fifo") -> None:
+    def __init__(self, model: Path, directory: Path, *flags: str) -> None:
         self.data = directory / "data"
         self.log = directory / "server.log"
         self.environment = {"COSERVE_WEBHOOK_SECRET": SECRET}
@@ -58,20 +61,26 @@ class Deployment(LocalServer):
             log_path=self.log,
             ready_timeout_s=START_S,
         )
-        self._without_policy = self._command
-        self._policy = policy
 
-    def start(self, policy: str | None = None) -> None:
-        self._policy = policy or self._policy
-        self._command = [*self._without_policy, "--offline-policy", self._policy]
+    def start(self) -> None:
         self._env = {**os.environ, **self.environment}
         super().start()
 
-    def plan_with(self, policy: str) -> None:
-        """Go on under ``policy``, started again if need be."""
-        if policy != self._policy:
-            self.stop()
-            self.start(policy)
+    @contextmanager
+    def slowly(self, step_s: float = 0.1) -> Iterator[None]:
+        """Let each step last ``step_s`` or longer: with 0.1, a line of 300 tokens runs for 30 s.
+
+        A test that stops lines in the middle has this time to do so, on any machine.
+        """
+        assert isinstance(self._process, ForkedServer)
+        slow = self.log.with_name("slow")
+        new = slow.with_suffix(".new")
+        new.write_text(str(step_s))
+        new.replace(slow)
+        try:
+            yield
+        finally:
+            slow.unlink()
 
     def client(self, api_key: str = API_KEY) -> openai.OpenAI:
         return client_of(self, api_key)

@@ -18,7 +18,7 @@ TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
 
 def openai(base_url: str, api_key: str, _directory: Path) -> None:
-    """Every tier, a batch, and answers in the background; with whatever version."""
+    """Every tier, a batch, and an answer in the background; with whatever version."""
     from openai import OpenAI
 
     with OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
@@ -73,32 +73,18 @@ def _run_batch(client: Any) -> None:
 
 
 def _answer_in_the_background(client: Any) -> None:
-    """A response that is polled, then streamed from its middle, then deleted; and a chat."""
+    """A response that is polled, then deleted."""
     begun = client.responses.create(
         model="small", input="Who?", max_output_tokens=16, background=True, service_tier="flex"
     )
     _wait(lambda: client.responses.retrieve(begun.id).status, "completed", "incomplete")
     response = client.responses.retrieve(begun.id)
     assert (response.error, response.background) == (None, True)
-    events = client.responses.retrieve(response.id, stream=True, starting_after=3)
-    *_, last = events
-    assert last.response.output_text == response.output_text
     client.responses.delete(response.id)
-    chat = client.chat.completions.create(
-        model="small",
-        messages=[{"role": "user", "content": "Who?"}],
-        max_tokens=8,
-        service_tier="flex",
-        extra_body={"background": True},
-    )
-    _wait(lambda: client.chat.completions.retrieve(chat.id).status)
-    chat = client.chat.completions.retrieve(chat.id)
-    assert chat.usage.completion_tokens == 8, chat
-    client.chat.completions.delete(chat.id)
 
 
 def autobatcher(base_url: str, api_key: str, _directory: Path) -> None:
-    """Chats and responses, which it sends to the background and polls."""
+    """Responses, which it sends to the background and polls."""
     asyncio.run(_autobatcher(base_url, api_key))
 
 
@@ -106,16 +92,6 @@ async def _autobatcher(base_url: str, api_key: str) -> None:
     from autobatcher import BatchOpenAI
 
     client = BatchOpenAI(base_url=base_url, api_key=api_key, poll_interval_seconds=0.2)
-    chats = await asyncio.gather(
-        *(
-            client.chat.completions.create(
-                model="small", messages=[{"role": "user", "content": text}], max_tokens=12
-            )
-            for text in QUESTIONS
-        )
-    )
-    assert [chat.object for chat in chats] == ["chat.completion"] * COUNT
-    assert {chat.usage.completion_tokens for chat in chats} <= set(range(1, 13))
     responses = await asyncio.gather(
         *(
             client.responses.create(model="small", input=text, max_output_tokens=12)

@@ -17,7 +17,7 @@ from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment, crea
 from waiting import GIVE_UP_S, eventually
 
 NUM_LINES, NUM_TOKENS = 5, 300
-"""More lines than may run at once, and longer than it takes to drain."""
+"""More lines than may run at once."""
 
 
 def request(number: int, generated: Sequence[int] = ()) -> LineRequest:
@@ -52,13 +52,14 @@ async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
             model = (await connection.describe()).model
             numbers = range(NUM_LINES)
             heard: list[list[int]] = [[] for _ in numbers]
-            attempts = [
-                asyncio.ensure_future(connection.run(request(n), model, heard[n].extend))
-                for n in numbers
-            ]
-            while sum(map(bool, heard)) < 2:
-                await asyncio.sleep(0.01)
-            state = await asyncio.to_thread(drain, deployment, "POST", f"?wait_s={GIVE_UP_S}")
+            with deployment.slowly():
+                attempts = [
+                    asyncio.ensure_future(connection.run(request(n), model, heard[n].extend))
+                    for n in numbers
+                ]
+                while sum(map(bool, heard)) < 2:
+                    await asyncio.sleep(0.01)
+                state = await asyncio.to_thread(drain, deployment, "POST", f"?wait_s={GIVE_UP_S}")
             assert state == {"is_draining": True, "lines": 0, "requests": 0}
             ended = await asyncio.gather(*attempts, return_exceptions=True)
             assert all(isinstance(end, LineMovedError) for end in ended), ended
@@ -121,9 +122,10 @@ def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
 def test_its_batches_are_not_exported_by_who_does_not_serve_them(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:
-    batch = create(client, lines(60, 40))
-    path = f"/coserve/batches/{batch.id}"
-    deployment.ask("POST", f"{path}/pause").raise_for_status()
+    with deployment.slowly():
+        batch = create(client, lines(60, 40))
+        path = f"/coserve/batches/{batch.id}"
+        deployment.ask("POST", f"{path}/pause").raise_for_status()
     eventually(lambda: batches_exported(deployment)["paused"] == 1)
     assert drain(deployment)["is_draining"]
     try:

@@ -15,7 +15,7 @@ from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment
 from waiting import GIVE_UP_S, until
 
-NUM_LINES, NUM_TOKENS, TOKENS_BEFORE, PAGE = 6, 120, 20, 16
+NUM_LINES, NUM_TOKENS, TOKENS_BEFORE, PAGE = 6, 300, 20, 16
 PROMPT = " ".join(f"the {n}th boat on the river" for n in range(8))
 
 
@@ -34,7 +34,6 @@ def server(
         *("--startup-profile-seconds", "0", "--page-size", str(PAGE), "--enable-cache-report"),
         *("--max-total-tokens", "8192", "--kv-checkpoint", "eager"),
         *("--kv-move-dir", str(directory)),
-        policy="coserve",
     ) as deployment:
         yield deployment
 
@@ -77,7 +76,8 @@ async def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(
     async with asyncio.timeout(GIVE_UP_S):
         numbers = range(NUM_LINES)
         async with EngineConnection(server.base_url, ADMIN_KEY) as connection:
-            heard, moved = await drained(server, connection, [request(n) for n in numbers])
+            with server.slowly():
+                heard, moved = await drained(server, connection, [request(n) for n in numbers])
             assert len({error.kv.name for error in moved if error.kv}) == NUM_LINES
             assert len(list(directory.iterdir())) == NUM_LINES
             model = (await connection.describe()).model
@@ -103,8 +103,9 @@ async def test_a_line_that_starts_over_leaves_nothing(server: Deployment, direct
         async with EngineConnection(server.base_url, ADMIN_KEY) as connection:
             penalised = request(7, frequency_penalty=0.5, max_tokens=400)
             model = (await connection.describe()).model
-            attempt = asyncio.ensure_future(connection.run(penalised, model, lambda _: None))
-            heard, moved = await drained(server, connection, [request(8, max_tokens=400)])
+            with server.slowly():
+                attempt = asyncio.ensure_future(connection.run(penalised, model, lambda _: None))
+                heard, moved = await drained(server, connection, [request(8, max_tokens=400)])
             with pytest.raises(LineMovedError) as error:
                 await attempt
             assert error.value.kv is None
@@ -122,7 +123,7 @@ def test_a_directory_that_others_can_read_stops_the_start(
     small_model: Path, tmp_path: Path, path: str
 ) -> None:
     from sglang_coserve.errors import StartupError
-    from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory
+    from sglang_coserve.srt.kv_moves.kv_directory import KvDirectory
 
     place = tmp_path / path
     if path == "open":

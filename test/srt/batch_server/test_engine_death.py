@@ -59,10 +59,11 @@ def test_a_stop_that_reaches_all_processes_suspects_no_line(
 ) -> None:
     """As a service manager or a terminal stops them: children may end before their parent."""
     with mortal.client() as client:
-        batch = create(client, LONG)
-        until(client, batch.id, "in_progress")
-        eventually(lambda: mortal.status()["batch_api"]["lines_in_flight"] == 4)
-        os.killpg(mortal.pid, number)
+        with mortal.slowly():
+            batch = create(client, LONG)
+            until(client, batch.id, "in_progress")
+            eventually(lambda: mortal.status()["batch_api"]["lines_in_flight"] == 4)
+            os.killpg(mortal.pid, number)
         assert mortal.wait(GIVE_UP_S) is not None
         mortal.stop()
         file = InFlightFile(mortal.data / "in_flight", mortal.data / "fatal_signal")
@@ -95,9 +96,10 @@ def start_until_it_stays_up(deployment: Deployment, batch_id: str) -> int:
 def test_a_line_that_ends_the_engine_is_given_up_after_two_deaths(mortal: Deployment) -> None:
     with mortal.client() as client:
         expected = completed(client, create(client, INNOCENTS).id)
-        other = create(client, LONG)
-        until(client, other.id, "in_progress")
-        batch = create(client, INNOCENTS + poison())
+        with mortal.slowly():
+            other = create(client, LONG)
+            until(client, other.id, "in_progress")
+            batch = create(client, INNOCENTS + poison())
     assert start_until_it_stays_up(mortal, batch.id) == 2
     with mortal.client() as client:
         found = completed(client, batch.id)

@@ -26,6 +26,9 @@ MIB = 1 << 20
 NUM_LINES, NUM_TOKENS = 12, 400
 """Three times as many lines as may run at once."""
 
+STEP_S = 0.02
+"""The last lines end 16 s after the first ones, or later."""
+
 CONTENT = lines(NUM_LINES, NUM_TOKENS, return_token_ids=True, temperature=1.0, seed=7)
 """Sampled with a seed: interrupted lines end as undisturbed ones do."""
 
@@ -67,16 +70,16 @@ def test_a_killed_servers_lines_go_on_after_their_journaled_tokens(
     tmp_path: Path,
 ) -> None:
     """To see it, one line finds tokens in the journal that it would never have chosen."""
-    deployment.plan_with("fifo")
     model = deployment.status()["batch_api"]["model"]
-    batch = create(client, CONTENT)
-    batch = until(client, batch.id, "in_progress", some_done=True)
-    eventually(
-        lambda: any(
-            len(ids) >= 32 for ids in unfinished(deployment, batch, model, tmp_path).values()
+    with deployment.slowly(STEP_S):
+        batch = create(client, CONTENT)
+        batch = until(client, batch.id, "in_progress", some_done=True)
+        eventually(
+            lambda: any(
+                len(ids) >= 32 for ids in unfinished(deployment, batch, model, tmp_path).values()
+            )
         )
-    )
-    deployment.kill()
+        deployment.kill()
     tokens = unfinished(deployment, batch, model, tmp_path)
     number = max(tokens, key=lambda number: len(tokens[number]))
     foreign = tuple(islice(cycle((7, 8, 9)), len(tokens[number])))
@@ -87,7 +90,7 @@ def test_a_killed_servers_lines_go_on_after_their_journaled_tokens(
         journal.add(each, foreign if each == number else ids)
     journal.write(*journal.take_unwritten())
 
-    deployment.start("coserve")
+    deployment.start()
     found = completed(client, batch.id)
     altered = found.pop(f"id-{number - 1}")["response"]["body"]["choices"][0]["token_ids"]
     assert tuple(altered[: len(foreign)]) == foreign
@@ -101,27 +104,27 @@ def test_a_killed_servers_lines_go_on_after_their_journaled_tokens(
 def test_a_clean_stop_suspends_batches_and_loses_nothing(
     deployment: Deployment, client: openai.OpenAI, expected: dict[str, str]
 ) -> None:
-    deployment.plan_with("coserve")
     paused = create(client, lines(1))
     client.post(f"/batches/{paused.id}/pause", cast_to=Batch)
-    batch = create(client, CONTENT)
-    until(client, batch.id, "in_progress", some_done=True)
-    with client.completions.create(
-        model="small",
-        prompt="An online request",
-        max_tokens=150,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    ) as answer:
-        next(answer)
-        os.kill(deployment.pid, signal.SIGTERM)
-        *_, last = answer
-        assert last.usage.completion_tokens == 150
+    with deployment.slowly(STEP_S):
+        batch = create(client, CONTENT)
+        until(client, batch.id, "in_progress", some_done=True)
+        with client.completions.create(
+            model="small",
+            prompt="An online request",
+            max_tokens=150,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        ) as answer:
+            next(answer)
+            os.kill(deployment.pid, signal.SIGTERM)
+            *_, last = answer
+            assert last.usage.completion_tokens == 150
     assert deployment.wait(GIVE_UP_S) == 0
     deployment.stop()
     assert "batches stop where they are" in deployment.log.read_text()
-    deployment.start("fifo")
+    deployment.start()
     # Of what the engine reaches, this server has seen little or nothing.
     resumed = client.post(f"/batches/{paused.id}/resume", cast_to=Batch)
     assert extra_of(resumed)["eta"] is not None

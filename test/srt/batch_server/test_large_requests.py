@@ -32,7 +32,7 @@ def test_a_body_that_is_too_large_is_refused(
 ) -> None:
     answer = deployment.ask("POST", path, API_KEY, body)
     assert answer.status_code == 413
-    assert "than" in answer.json()["message"]
+    assert "than" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from srt.batch_server.deployment import Deployment, create, extra_of, lines
 from waiting import eventually
 
 CONTENT = lines(30, 100)
-"""They last until a test has looked, on a busy machine, too."""
+STEP_S = 0.02
+"""The last lines end 18 s after the first ones, or later."""
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +100,9 @@ def test_other_weights_after_a_kill_begin_half_done_lines_anew(
 ) -> None:
     server.stop()
     server.start()  # What was loaded since the start has another name at every start.
-    with server.client() as client:
+    with server.client() as client, server.slowly(STEP_S):
         batch_id = half_done(server, client)
-    server.kill()
+        server.kill()
     server.put("B")
     server.start()
     try:
@@ -128,13 +129,14 @@ def test_no_answer_is_of_two_models_when_weights_are_exchanged(
 ) -> None:
     server.load("A")
     with server.client() as client:
-        batch_id = half_done(server, client)
-        mode = {"in_place": "in_place", "pause and abort": "abort"}.get(how)
-        if mode:
-            server.post("/pause_generation", mode=mode)
-        server.load("B", abort_all_requests=how == "abort", flush_cache=how != "in_place")
-        if mode:
-            server.post("/continue_generation")
+        with server.slowly(STEP_S):
+            batch_id = half_done(server, client)
+            mode = {"in_place": "in_place", "pause and abort": "abort"}.get(how)
+            if mode:
+                server.post("/pause_generation", mode=mode)
+            server.load("B", abort_all_requests=how == "abort", flush_cache=how != "in_place")
+            if mode:
+                server.post("/continue_generation")
         counts = whose(texts(completed(client, batch_id)), expected)
         assert counts["A"] > 0 < counts["B"]
         batch = client.batches.retrieve(batch_id)
@@ -148,8 +150,9 @@ def test_lines_wait_outside_of_the_engine_during_a_session_of_weight_updates(
 ) -> None:
     with server.client() as client:
         server.load("A")
-        batch_id = half_done(server, client)
-        server.post("/begin_weight_update")  # Answers once the engine is idle.
+        with server.slowly(STEP_S):
+            batch_id = half_done(server, client)
+            server.post("/begin_weight_update")  # Answers once the engine is idle.
         seen = []
         for _ in range(2):
             time.sleep(1)  # What had ended before is written in the first one.

@@ -1,17 +1,15 @@
 """Lines on a relaxed and a strict real server: pulled with their KV, given back, and never lost.
 
-They are sampled with a seed, and end as undisturbed ones do. Online requests go to the strict one,
-through a gateway that has the relaxed one compute their prompts.
+They are sampled with a seed, and end as undisturbed ones do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet.test_online_requests import gateway_before
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.result_record import usage_of
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, CHAT, COMPLETIONS, Deployment
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment
 from waiting import GIVE_UP_S, until
 
 NUM_LINES, NUM_TOKENS, PAGE = 6, 500, 16
@@ -53,8 +50,7 @@ def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 *("--startup-profile-seconds", "0", "--page-size", str(PAGE)),
                 *("--enable-cache-report", "--max-total-tokens", str(KV_TOKENS)),
                 *("--kv-checkpoint", "eager", "--kv-move-dir", str(directory), "--pool", pool),
-                *("--slo-tpot-ms", str(TPOT_MS)),
-                policy="ooco",
+                *("--slo-tpot-ms", str(TPOT_MS), "--offline-policy", "ooco"),
             )
             for pool in ("relaxed", "strict")
         ]
@@ -219,96 +215,3 @@ async def online(http: httpx.AsyncClient, number: int) -> None:
     body = {"model": "small", "prompt": prompt, "max_tokens": KV_TOKENS // 32, "ignore_eos": True}
     headers = {"authorization": f"Bearer {API_KEY}"}
     (await http.post(COMPLETIONS, json=body, headers=headers)).raise_for_status()
-
-
-@asynccontextmanager
-async def pushing(servers: Two, directory: Path) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of a gateway before both servers, once it knows of them."""
-    urls = [servers.relaxed.base_url, servers.strict.base_url]
-    flags = ("--engine", urls[0], "--router", urls[1], "--push-prompts")
-    async with gateway_before(directory, *flags, engine=urls[1], key=ADMIN_KEY) as url:
-        headers = {"authorization": f"Bearer {API_KEY}"}
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=GIVE_UP_S) as http:
-            async with asyncio.timeout(GIVE_UP_S):
-                while {each["pool"] for each in (await fleet_of(http))["engines"]} != POOLS:
-                    await asyncio.sleep(0.05)
-            yield http
-
-
-POOLS = {"relaxed", "strict"}
-
-
-async def fleet_of(http: httpx.AsyncClient) -> Any:
-    return (await http.get("/coserve/status")).json()["fleet"]
-
-
-def chat(number: int, **fields: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": f"{number} {PROMPT}"}]
-    return {"model": "small", "messages": messages, "max_tokens": 40, "temperature": 0} | fields
-
-
-async def asked(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int]:
-    """The text of an answer, and how many tokens of the prompt were computed for it."""
-    answer = (await http.post(CHAT, json=body)).raise_for_status().json()
-    usage = usage_of(answer)
-    return answer["choices"][0]["message"]["content"], usage.input_tokens - usage.cached_tokens
-
-
-async def streamed(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
-    answer = (await http.post(CHAT, json=body | {"stream": True})).raise_for_status()
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
-    return "".join(delta.get("content") or "" for delta in deltas)
-
-
-def test_prompts_of_online_requests_are_pushed_to_the_strict_server(
-    servers: Two, tmp_path: Path
-) -> None:
-    async def scenario() -> None:
-        async with pushing(servers, tmp_path) as http:
-            numbers = range(NUM_LINES)
-            headers = dict(http.headers)
-            async with httpx.AsyncClient(
-                base_url=servers.strict.base_url, headers=headers, timeout=GIVE_UP_S
-            ) as alone:
-                found = await asyncio.gather(*(asked(alone, chat(n)) for n in numbers))
-            texts = [text for text, _ in found]
-            for push in (asked, streamed):
-                for server in (servers.relaxed, servers.strict):
-                    await asyncio.to_thread(server.flush)
-                before = (await fleet_of(http))["prompts_pushed"]
-                pushed: Any = await asyncio.gather(*(push(http, chat(n)) for n in numbers))
-                assert (await fleet_of(http))["prompts_pushed"] == before + NUM_LINES
-                if push is streamed:
-                    assert pushed == texts
-                else:
-                    assert [text for text, _ in pushed] == texts
-                    assert max(computed for _, computed in pushed) <= PAGE, pushed
-            # Several choices would all ask for the one file.
-            answer = (await http.post(CHAT, json=chat(0, n=2))).raise_for_status().json()
-            assert [choice["message"]["content"] for choice in answer["choices"]] == [texts[0]] * 2
-            assert (await fleet_of(http))["prompts_pushed"] == 2 * NUM_LINES
-
-    asyncio.run(asyncio.wait_for(scenario(), 2 * GIVE_UP_S))
-
-
-def test_the_end_of_the_relaxed_server_loses_no_online_request(
-    servers: Two, tmp_path: Path
-) -> None:
-    async def scenario() -> None:
-        async with pushing(servers, tmp_path) as http:
-            texts = await asyncio.gather(*(asked(http, chat(n)) for n in range(2)))
-            for server in (servers.relaxed, servers.strict):
-                await asyncio.to_thread(server.flush)
-            servers.relaxed.kill()
-            # The gateway does not know yet.
-            again = await asyncio.gather(*(asked(http, chat(n)) for n in range(2)))
-            assert [text for text, _ in again] == [text for text, _ in texts]
-            assert min(computed for _, computed in again) > PAGE
-            assert (await fleet_of(http))["prompts_pushed"] == 2
-
-    try:
-        asyncio.run(asyncio.wait_for(scenario(), 2 * GIVE_UP_S))
-    finally:
-        servers.relaxed.start()

@@ -15,7 +15,7 @@ import seam_report
 from seam_check import own_files, problems
 from seams import SEAMS, NameUse, Seam
 from sglang_coserve.errors import StartupError
-from sglang_coserve.srt.compat import by_version, replace, v17, v22
+from sglang_coserve.srt.compat import by_version, replace, v17, v23
 from source_tree import SourceTree
 
 INSTALLED = importlib.metadata.version("sglang")
@@ -63,14 +63,14 @@ def test_modules_of_sglang_are_changed_in_one_place() -> None:
 
 
 def test_both_files_have_every_function_and_one_of_them_is_used() -> None:
-    used = v17 if INSTALLED == "0.5.17" else v22
-    functions = [name for name, found in vars(v22).items() if inspect.isfunction(found)]
-    public = [name for name in functions if getattr(v22, name).__module__ == v22.__name__]
+    used = v17 if INSTALLED == "0.5.17" else v23
+    functions = [name for name, found in vars(v23).items() if inspect.isfunction(found)]
+    public = [name for name in functions if getattr(v23, name).__module__ == v23.__name__]
     assert len(public) > 20
     for name in (name for name in public if not name.startswith("_")):
         assert getattr(by_version, name) is getattr(used, name), name
-        assert getattr(v17, name) is not getattr(v22, name), name
-        parameters = [inspect.signature(getattr(file, name)).parameters for file in (v17, v22)]
+        assert getattr(v17, name) is not getattr(v23, name), name
+        parameters = [inspect.signature(getattr(file, name)).parameters for file in (v17, v23)]
         assert list(parameters[0]) == list(parameters[1]), name
 
 

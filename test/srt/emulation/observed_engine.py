@@ -122,7 +122,7 @@ class ObservedEngine(CpuClockEngine):
         if self._system.coserve is not None:
             parts = self._scheduler.parts
             self._observed.safepoints = parts.lane.safepoints.state()["safepoints"]
-            self._observed.checkpoints = parts.checkpointing.state()
+            self._observed.checkpoints = parts.kv_store.figures()
         return outcome, self._observed
 
     def learned_resume_s(self, default_s: float) -> float:

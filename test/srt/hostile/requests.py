@@ -1,17 +1,23 @@
-"""The corpus: requests with fields at their extremes, by door. Plain data, no engine needed.
+"""The corpus: requests with fields at their extremes, by door.
 
-Each ended or stalled an engine process, or was tried because it might.  What the answer
-is to be is not said here, only that there is one.
+The fields of ``/generate`` and ``/encode`` are those of the installed SGLang, with values made from
+their types. Each other request ended or stalled an engine process, or was tried because it might.
+The test says what the answer is to be.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+GENERATE, ENCODE = "/generate", "/encode"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 INF, NAN = float("inf"), float("nan")
 NUMBERS: Final = (
@@ -24,34 +30,44 @@ FEW_NUMBERS: Final = (-1, 0, 0.5, 5e-324, 1e-300, NAN, 10**12, 2**62, 2**63, 10*
 FEW_TYPES: Final = ("x", True, [1], {"x": 1}, "\ud800")
 """For fields that are checked in the same place as others with more."""
 
-_NUMERIC_PARAMS: Final = (
-    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
-    *("repetition_penalty", "min_new_tokens", "max_new_tokens", "n", "sampling_seed"),
-    *("stream_interval",),
-)
-_NUMERIC_FIELDS: Final = (
-    *("top_logprobs_num", "logprob_start_len", "max_thinking_tokens", "priority"),
-    *("bootstrap_port", "bootstrap_room", "decode_tp_size", "routed_dp_rank"),
-    *("disagg_prefill_dp_rank", "routed_experts_start_len", "received_time"),
-)
-_OTHER_PARAMS: Final = (
-    *("stop", "stop_token_ids", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag"),
-    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
-    *("logit_bias", "custom_params", "stop_strs", "stop_regex_strs", "stop_str_max_len"),
-    *("stop_regex_max_len", "is_normalized", "no_such_parameter"),
-)
-_OTHER_FIELDS: Final = (
-    *("rid", "session_id", "session_params", "input_ids", "input_embeds", "image_data"),
-    *("video_data", "audio_data", "mm_hashes", "modalities", "sampling_params"),
-    *("return_logprob", "token_ids_logprob", "return_sampling_mask", "return_text_in_logprobs"),
-    *("return_hidden_states", "return_routed_experts", "return_indexer_topk", "stream"),
-    *("lora_path", "lora_id", "custom_logit_processor", "positional_embed_overrides"),
-    *("bootstrap_host", "bootstrap_pair_key", "routing_key", "conversation_id", "background"),
-    *("http_worker_ipc", "extra_key", "custom_labels", "return_bytes", "return_entropy"),
-    *("require_reasoning", "multi_item_delimiter_indices", "encoder_urls", "mm_data_mooncake"),
-    *("num_items_assigned", "need_wait_for_mm_inputs", "external_trace_header", "images_config"),
-    *("no_logs", "log_metrics", "return_prompt_token_ids", "return_flat_raw_top_logprobs"),
-)
+
+def values_of(type_: Any, *, few: bool = False) -> list[Any]:
+    """Return JSON values for a field of this type: some that fit, too deep ones, and other kinds.
+
+    ``few`` leaves most of them out, for what is inside of a list or an object.
+    """
+    values = [*_fitting(type_, few=few), *(FEW_TYPES[:2] if few else FEW_TYPES)]
+    if not few:
+        values += [[[value]] for value in values[:2]] + [
+            {"x": {"x": value}} for value in values[:2]
+        ]
+        values += [[], {}, 2**64]
+    return list({repr(value): value for value in values}.values())
+
+
+def _fitting(type_: Any, *, few: bool) -> Iterator[Any]:
+    parts, origin = get_args(type_), get_origin(type_)
+    if origin is Annotated:
+        yield from _fitting(parts[0], few=few)
+    elif origin in (Union, UnionType):
+        for part in parts:
+            yield from _fitting(part, few=few)
+    elif origin is Literal:
+        yield from parts
+    elif origin in (list, tuple, set):
+        for value in values_of(parts[0], few=True):
+            yield [value]
+    elif origin is dict and parts:
+        for value in values_of(parts[1], few=True):
+            yield {"x": value}
+    elif type_ is bool:
+        yield from (True, False)
+    elif type_ in (int, float):
+        yield from FEW_NUMBERS[:3] if few else NUMBERS
+    elif type_ is str:
+        yield from ("x",) if few else ("x", "", "x" * 10_000, "\ud800")
+    else:
+        yield from (1, "x", {"x": 1}) if few else TYPES
 
 
 def _nested(depth: int) -> dict[str, Any]:
@@ -228,18 +244,21 @@ def _openai(path: str, name: str, **fields: Any) -> HostileRequest:
 
 
 def _native_requests() -> Iterator[HostileRequest]:
-    for field in _NUMERIC_PARAMS:
-        for value in (*NUMBERS, *TYPES):
-            yield _native(f"{field}={_told(value)}", {field: value})
-    for field in _OTHER_PARAMS:
-        for value in (*TYPES, 1, -1, 2**64, NAN):
-            yield _native(f"{field}={_told(value)}", {field: value})
-    for field in _NUMERIC_FIELDS:
-        for value in (*FEW_NUMBERS, *FEW_TYPES):
-            yield _native(f"{field}={_told(value)}", return_logprob=True, **{field: value})
-    for field in _OTHER_FIELDS:
-        for value in (*TYPES, 1, -1, 2**64, 0.5):
-            yield _native(f"{field}={_told(value)}", **{field: value})
+    # Where this is read without SGLang's fields, nobody needs SGLang.
+    from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    for name, type_ in get_type_hints(SamplingParams).items():
+        for value in values_of(type_):
+            yield _native(f"{name}={_told(value)}", {name: value})
+    for name, type_ in get_type_hints(GenerateReqInput).items():
+        for value in values_of(type_):
+            yield _native(f"{name}={_told(value)}", **{"return_logprob": True, name: value})
+    for name, type_ in get_type_hints(EmbeddingReqInput).items():
+        for value in values_of(type_, few=True):
+            content = _json({"text": "The old mill by the river", name: value})
+            yield HostileRequest(f"encode {name}={_told(value)}", ENCODE, content)
+    yield _native("no_such_parameter", {"no_such_parameter": 1})
     for kind, values in (
         ("json_schema", {key: json.dumps(value) for key, value in SCHEMAS.items()}),
         ("regex", REGEXES),
@@ -422,15 +441,29 @@ SCHEMA_ANSWER: Final = {
 }
 
 
+def bomb(side: int) -> str:
+    """Return a black PNG of ``side`` x ``side`` pixels, each of which is a bit, as a URL."""
+    head = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(side * (1 + -(-side // 8))), 9)
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", head), (b"IDAT", rows), (b"IEND", b"")):
+        checked = kind + data
+        content += struct.pack(">I", len(data)) + checked + struct.pack(">I", zlib.crc32(checked))
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
 def _media_requests() -> Iterator[HostileRequest]:
     """A multimodal model serves some of them; any other ignores or refuses the picture."""
     image = {"type": "image_url", "image_url": {"url": PICTURE}}
+    black = {"type": "image_url", "image_url": {"url": bomb(13_000)}}
     text = {"type": "text", "text": "Who mended the lamp?"}
     for name, content in {
         "one": [image, text],
         "two": [image, text, image],
         "alone": [image],
         "many": [image] * 30,
+        "bomb": [black],
+        "bombs": [black] * 20,
         "cut": [{"type": "image_url", "image_url": {"url": PICTURE[:90]}}, text],
         "no picture": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}],
         "odd": [{"type": "image_url", "image_url": {"url": "\ud800"}}],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from chaos_bench.vision_model import make_vision_model
 from sglang_coserve.local_server import LocalServer
@@ -30,11 +32,11 @@ ORDINARY = {
 
 
 SERVERS = [
-    pytest.param(("fifo", 1, False), id="fifo", marks=pytest.mark.heavy),
-    pytest.param(("coserve", 1, True), id="coserve-multimodal"),
-    pytest.param(("fifo", 2, False), id="fifo-tp2", marks=pytest.mark.heavy),
+    pytest.param((1, False, "0"), id="msgpack", marks=pytest.mark.heavy),
+    pytest.param((1, True, "1"), id="multimodal"),
+    pytest.param((2, False, "1"), id="tp2", marks=pytest.mark.heavy),
 ]
-"""Policy, ranks, and whether the model takes pictures."""
+"""Ranks, whether the model takes pictures, and whether SGLang pickles its messages."""
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -42,14 +44,15 @@ def server(
     request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("hostile")
-    policy, num_ranks, is_multimodal = request.param
+    num_ranks, is_multimodal, pickles = request.param
     model = make_vision_model(directory / "model") if is_multimodal else small_model
     flags = ["--model-path", str(model), "--dtype", "float32", "--log-level", "error"]
-    flags += ["--offline-policy", policy, "--coserve-data-dir", str(directory / "data")]
+    flags += ["--startup-profile-seconds", "1", "--coserve-data-dir", str(directory / "data")]
     flags += ["--max-total-tokens", "8192", "--chunked-prefill-size", "128"]
     flags += ["--tp-size", str(num_ranks), "--served-model-name", "small"]
     # One thread: of a model this small, more only wait for each other where cores are busy.
     environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "OMP_NUM_THREADS": "1"}
+    environment["SGLANG_USE_PICKLE_IPC"] = pickles
     log = directory / "server.log"
     with LocalServer(flags, log_path=log, extra_env=environment) as running:
         yield running
@@ -64,6 +67,12 @@ def http(server: LocalServer) -> Iterator[httpx.Client]:
 def ordinary_text(http: httpx.Client) -> str:
     answer: dict[str, Any] = http.post(GENERATE, json=ORDINARY).raise_for_status().json()
     return str(answer["text"])
+
+
+def memory_mib(server: LocalServer) -> float:
+    """Return the most memory that the server's own process has had."""
+    (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text())
+    return int(line) / 1024
 
 
 def assert_nothing_left(http: httpx.Client) -> None:
@@ -96,6 +105,7 @@ def test_every_request_is_answered_and_harms_no_other(
             return request.name, repr(error)
         return request.name, answer.status_code
 
+    memory_before = memory_mib(server)
     with ThreadPoolExecutor(NUM_CLIENTS + 1) as clients:
         others = clients.submit(serve_others)
         try:
@@ -105,10 +115,42 @@ def test_every_request_is_answered_and_harms_no_other(
         others.result()
     wrong = [(name, status) for name, status in answers if status not in WELL_ANSWERED]
     assert wrong == []
+    # Twenty pictures of 21 KiB would take 25 GiB.
+    assert memory_mib(server) - memory_before < 4096
     assert set(ordinary) == {expected}
     assert ordinary_text(http) == expected
     assert engine_processes(server) == processes
     assert_nothing_left(http)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("received_time", 1.0),
+        ("token_indices_to_pool", [100_000]),
+        ("token_indices_to_pool", []),
+        ("custom_labels", {"tenant": "x"}),
+        ("log_metrics", False),
+        ("background", True),
+        ("input_embeds", [[0.5] * 3] * 40),
+    ],
+)
+def test_a_client_cannot_set_what_the_server_sets(
+    http: httpx.Client, field: str, value: Any
+) -> None:
+    if field not in GenerateReqInput.__dataclass_fields__:
+        pytest.skip("this version of SGLang does not have the field")
+    fields = {"sampling_params": {"max_new_tokens": 0}, field: value}
+    text = {} if field == "input_embeds" else {"text": "Hello there"}
+    answer = http.post(GENERATE, json={**text, **fields})
+    assert answer.status_code == 400
+    assert f"{field} is " in answer.json()["error"]["message"]
+    instance = {field: value} if field == "input_embeds" else text
+    parameters = {"sampling_params": {}} if field == "input_embeds" else fields
+    vertex = {"instances": [instance], "parameters": parameters}
+    answer = http.post("/vertex_generate", json=vertex)
+    assert answer.status_code in (400, 404)  # An operator may close the route.
+    assert ordinary_text(http)
 
 
 WELL_ANSWERED = {200, *range(400, 500)}

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
-from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.kv_checkpoint.settings import server_settings
+from sglang_coserve.srt.kv_checkpoint.strategies import Strategy
 from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.optional_parts import KV_STORE
 from srt.kv_checkpoint.consistency import assert_consistent
 
 Req = Any
@@ -51,7 +50,7 @@ class BareEngine:
     """
 
     def __init__(
-        self, policy: CheckpointPolicy, *, slots: int, host_slots: int, page_tokens: int
+        self, strategy: Strategy, *, slots: int, host_slots: int, page_tokens: int
     ) -> None:
         cpu.set_environment_defaults()
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -82,7 +81,8 @@ class BareEngine:
                 slots, page_tokens, dtype, device, kv, need_sort=False
             )
         self.table = ReqToTokenPool(_ROWS, _CONTEXT, device, enable_memory_saver=False)
-        settings = server_settings(CoserveConfig(kv_checkpoint="eager"), on_cpu=True)
+        config = CoserveConfig(kv_checkpoint="eager")
+        settings = KV_STORE.server_settings({}, config, on_cpu=True)
         settings |= {"hicache_ratio": host_slots / slots, "page_size": page_tokens}
         # SGLang's settings in this process, beside its defaults.
         server_args = get_context().override_server_args(**settings).install()
@@ -93,12 +93,12 @@ class BareEngine:
             page_size=page_tokens,
             tp_cache_group=torch.distributed.group.WORLD,
         )
-        self.cache = CheckpointCache(params, server_args, policy)
+        self.cache = CheckpointCache(params, server_args, strategy)
         # As for a scheduler's cache: here passes run on the stream of whoever runs them.
         self.cache.cache_controller.load_fence_stream = torch.cpu.current_stream()
         self.slots, self.page_tokens = slots, page_tokens
         self.running: list[Req] = []
-        self._hooks = KvCheckpointing(self.cache)
+        self.store = KV_STORE.store(self.cache, lambda _seconds: None)
         self._decode = ForwardMode.DECODE
 
     # --- Requests ----------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class BareEngine:
     def checkpoint(self) -> None:
         """Begin the copies of a decode step, as a scheduler does."""
         batch = SimpleNamespace(reqs=self.running, forward_mode=self._decode)
-        self._hooks.processed(batch, list(map(is_offline, self.running)))
+        self.store.computed(batch, list(map(is_offline, self.running)))
 
     def evict(self, tokens: int) -> int:
         """Reclaim at least so many device slots, as far as there are any; return how many."""

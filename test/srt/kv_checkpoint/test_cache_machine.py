@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+from sglang_coserve.srt.kv_checkpoint.strategies import Eager, Lazy, Strategy
 from srt.kv_checkpoint.bare_cache import BareEngine, new_request
 
 HEADS = ([1] * 40, [2] * 16, [3] * 3, [])
@@ -27,25 +27,23 @@ class CacheMachine(RuleBasedStateMachine):
     """Requests start, generate, are preempted, resume and end while copies come and go."""
 
     @initialize(
-        mode=st.sampled_from([m for m in CheckpointMode if m is not CheckpointMode.OFF]),
+        strategy=st.one_of(
+            st.builds(
+                Eager,
+                least_copy_tokens=st.sampled_from([1, 8]),
+                step_tokens=st.just(64),
+                most_in_flight_tokens=st.just(128),
+            ),
+            st.just(Lazy()),
+        ),
         page=st.sampled_from([1, 4]),
         slots=st.sampled_from([128, 256]),
         host_slots=st.sampled_from([32, 160, 1024]),
-        least_copy=st.sampled_from([1, 8]),
         least=st.sampled_from([1, 16]),
     )
-    def start(
-        self, mode: Any, page: int, slots: int, least_copy: int, least: int, **pools: Any
-    ) -> None:
-        policy = CheckpointPolicy(
-            mode,
-            watermark=0.5,
-            least_copy_tokens=least_copy,
-            step_tokens=64,
-            in_flight_tokens=128,
-            reclaim_tokens=least,
-        )
-        self.engine = BareEngine(policy, slots=slots, page_tokens=page, **pools)
+    def start(self, strategy: Strategy, page: int, slots: int, least: int, **pools: Any) -> None:
+        self.engine = BareEngine(strategy, slots=slots, page_tokens=page, **pools)
+        self.engine.cache.reclaimer.least_tokens = least
         self.waiting: list[Any] = []
         self.count = 0
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.kv_checkpoint.strategies import Eager
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
@@ -18,12 +18,10 @@ from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 KINDS = [
     pytest.param(("eager", True, 16), id="eager-overlap-page16"),
     pytest.param(("lazy", False, 1), id="lazy-normal-page1"),
-    pytest.param(("pressure", False, 16), id="pressure-normal-page16"),
     pytest.param(("eager", False, 1), id="eager-normal-page1", marks=pytest.mark.heavy),
     pytest.param(("lazy", False, 16), id="lazy-normal-page16", marks=pytest.mark.heavy),
-    pytest.param(("pressure", True, 1), id="pressure-overlap-page1", marks=pytest.mark.heavy),
 ]
-"""Mode, whether the event loop overlaps, page size: each value of each in those not heavy."""
+"""Strategy, whether the event loop overlaps, page size: each value in those not heavy."""
 
 
 @pytest.fixture(params=KINDS)
@@ -45,9 +43,9 @@ def duplicated_specs(seed: int, num_online: int, num_offline: int) -> list[Spec]
 
 
 def run_mixed(engine: ScriptedEngine, specs: list[Spec], seed: int) -> Any:
-    before = engine.scheduler.parts.checkpointing.state()
+    before = engine.kv_figures()
     outputs, aborted, count = scenarios.run_mixed(engine, specs, seed)
-    after = engine.scheduler.parts.checkpointing.state()
+    after = engine.kv_figures()
     return outputs, aborted, count, after["demoted_tokens"] - before["demoted_tokens"]
 
 
@@ -70,7 +68,7 @@ HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
 
 def run_preemption(engine: ScriptedEngine) -> Any:
     """A large online request arrives when the offline requests have generated many tokens."""
-    before = engine.scheduler.parts.checkpointing.state()
+    before = engine.kv_figures()
     counts = scenarios.counts(engine)
 
     def script(iteration: int) -> list[Any]:
@@ -83,9 +81,9 @@ def run_preemption(engine: ScriptedEngine) -> Any:
         return [engine.request(*HOG)] if is_late else []
 
     engine.run(script)
-    after = engine.scheduler.parts.checkpointing.state()
+    after = engine.kv_figures()
     engine.assert_nothing_leaked()
-    recomputed = [s["classes"]["offline"]["recomputed_tokens"] for s in (before, after)]
+    recomputed = [s["recompute"]["offline"]["recomputed_tokens"] for s in (before, after)]
     retracted = (scenarios.counts(engine) - counts)["retracted"]
     prefetched = after["prefetch_published_tokens"] - before["prefetch_published_tokens"]
     return engine.outputs([HOG, *VICTIMS]), retracted, recomputed[1] - recomputed[0], prefetched
@@ -93,8 +91,7 @@ def run_preemption(engine: ScriptedEngine) -> Any:
 
 def most_recomputed(mode: str, page_size: int, retracted: int) -> int:
     """Return the tokens that may be computed again after so many preemptions."""
-    policy = CheckpointPolicy(CheckpointMode(mode))
-    unsaved = page_size if mode == "lazy" else max(page_size, policy.least_copy_tokens)
+    unsaved = page_size if mode == "lazy" else max(page_size, Eager().least_copy_tokens)
     # The last token of a request is always computed, so that there is one to continue from.
     return retracted * (unsaved + 1)
 
@@ -129,7 +126,7 @@ def run_with_little_host_memory(engine: ScriptedEngine, specs: list[Spec]) -> An
     cache = engine.scheduler.tree_cache
     cache.space.limit_tokens = 6 * cache.page_size
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
-    return outputs, aborted, engine.scheduler.parts.checkpointing.state()
+    return outputs, aborted, engine.kv_figures()
 
 
 def test_a_full_host_pool_costs_recomputation_only(
@@ -141,27 +138,27 @@ def test_a_full_host_pool_costs_recomputation_only(
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert stats["allocation_failures"] > 0
     assert stats["backed_off_steps"] > stats["allocation_failures"]
-    assert stats["classes"]["offline"]["recomputed_tokens"] > 0
+    assert stats["recompute"]["offline"]["recomputed_tokens"] > 0
 
 
 def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     """The copy engine stops for many steps, then goes on."""
     gate, batches = threading.Event(), list[Any]()
     compat.copy_streams(engine.scheduler.tree_cache.cache_controller)[0].submit(gate.wait)
-    checkpointing = engine.scheduler.parts.checkpointing
-    processed = checkpointing.processed
+    store = engine.scheduler.parts.kv_store
+    computed = store.computed
 
     def open_late(batch: Any, offline: list[bool]) -> None:
         batches.append(batch)
         if len(batches) == 600:
             gate.set()
-        processed(batch, offline)
+        computed(batch, offline)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointing, "processed", open_late)
+        patch.setattr(store, "computed", open_late)
         outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     assert gate.is_set(), "the scenario is too short"
-    return outputs, aborted, checkpointing.state()
+    return outputs, aborted, engine.kv_figures()
 
 
 @pytest.mark.parametrize(
@@ -189,8 +186,8 @@ def test_a_stuck_copy_engine_costs_recomputation_only(
 def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     """What waits on the host does not come back, until long after that was noticed."""
     cache, gate = engine.scheduler.tree_cache, threading.Event()
-    checkpointing = engine.scheduler.parts.checkpointing
-    start, processed = compat.start_load, checkpointing.processed
+    store = engine.scheduler.parts.kv_store
+    start, computed = compat.start_load, store.computed
     batches_since: list[Any] = []
 
     def start_late(controller: Any, *load: Any) -> None:
@@ -198,7 +195,7 @@ def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
         start(controller, *load)
 
     def open_at_last(batch: Any, offline: list[bool]) -> None:
-        processed(batch, offline)
+        computed(batch, offline)
         if cache.counts["refused_loads"]:
             batches_since.append(batch)
         if len(batches_since) > 150:
@@ -207,10 +204,10 @@ def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "start_load", start_late)
         patch.setattr(cache.prefetches, "timeout_s", 0.05)
-        patch.setattr(checkpointing, "processed", open_at_last)
+        patch.setattr(store, "computed", open_at_last)
         outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     assert gate.is_set(), "nothing was to be loaded"
-    return outputs, aborted, checkpointing.state()
+    return outputs, aborted, engine.kv_figures()
 
 
 def test_loads_that_do_not_come_back_cost_recomputation_only(
@@ -221,7 +218,7 @@ def test_loads_that_do_not_come_back_cost_recomputation_only(
     outputs, aborted, stats = engine.call(run_with_stuck_loads, specs)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert stats["refused_loads"] > 0
-    assert stats["classes"]["offline"]["recomputed_tokens"] > 0
+    assert stats["recompute"]["offline"]["recomputed_tokens"] > 0
 
 
 def run_flush_in_a_pause(engine: ScriptedEngine) -> dict[str, list[int]]:

@@ -1,12 +1,10 @@
-"""The parts of checkpointing that need no engine: streams, host memory, flags, recompute tax."""
+"""The parts of checkpointing that need no engine: streams, host memory, flags, loads."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,25 +13,19 @@ import torch
 from sglang.srt.managers import cache_controller
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat import v17
 from sglang_coserve.srt.kv_checkpoint.cpu import Event, ThreadStream, current_stream, device_module
-from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace, slots_of_runs
-from sglang_coserve.srt.kv_checkpoint.settings import (
-    check_combination,
-    check_in_place,
-    server_settings,
-)
-from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import Backoff, HostSpace, slots_of_runs
+from sglang_coserve.srt.kv_checkpoint.setup import BACKEND, CheckpointSetup
+from sglang_coserve.srt.kv_checkpoint.store import CheckpointStore
+from sglang_coserve.srt.kv_checkpoint.strategies import Eager
 from srt.kv_checkpoint.bare_cache import BareEngine, new_request
 
 
 def eager_engine(*, page_tokens: int) -> BareEngine:
-    policy = CheckpointPolicy(CheckpointMode.EAGER)
-    return BareEngine(policy, slots=256, host_slots=512, page_tokens=page_tokens)
+    return BareEngine(Eager(), slots=256, host_slots=512, page_tokens=page_tokens)
 
 
 # --- Streams ------------------------------------------------------------------------------
@@ -113,6 +105,19 @@ def test_allocation_is_refused_beyond_the_limit_and_asked_for_again_later() -> N
     assert space.used_tokens == 40
 
 
+def test_the_wait_doubles_with_every_refusal_up_to_a_bound() -> None:
+    backoff, step, waits = Backoff(most_steps=8), 0, []
+    for _ in range(6):
+        backoff = backoff.failed(step)
+        tries = step + 1
+        while not backoff.may_try(tries):
+            tries += 1
+        waits.append(tries - step - 1)
+        step = tries
+    assert waits == [1, 2, 4, 8, 8, 8]
+    assert backoff.succeeded().may_try(0)
+
+
 # --- Requests that give way -------------------------------------------------------------------
 
 
@@ -168,29 +173,32 @@ def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
 
 # --- Flags --------------------------------------------------------------------------------
 
+SETUP = CheckpointSetup()
+
 
 @pytest.mark.parametrize(
-    "settings",
+    "given",
     [
         {"disable_radix_cache": True},
         {"enable_hierarchical_cache": True},
         {"radix_cache_backend": "flexkv"},
         {"cpu_offload_gb": 2},
+        {"pp_size": 2},
     ],
 )
-def test_other_caches_are_refused_by_name(settings: dict[str, Any]) -> None:
-    (name,) = settings
+def test_what_checkpoints_are_not_combined_with_is_refused_by_name(given: dict[str, Any]) -> None:
+    (name,) = given
     with pytest.raises(UnsupportedError, match="--" + name.replace("_", "-")):
-        check_combination(settings, CoserveConfig(kv_checkpoint="lazy"))
-    check_combination(settings, CoserveConfig())
+        SETUP.server_settings(given, CoserveConfig(kv_checkpoint="lazy"), on_cpu=True)
+    assert SETUP.server_settings(given, CoserveConfig(), on_cpu=True) == {}
 
 
 def test_an_engine_refuses_settings_that_were_made_without_ours() -> None:
     config = CoserveConfig(kv_checkpoint="eager")
-    check_in_place(SimpleNamespace(**server_settings(config, on_cpu=True)), config)
+    assert SETUP.server_settings({}, config, on_cpu=True)["radix_cache_backend"] == BACKEND
     with pytest.raises(UnsupportedError, match="as keywords"):
-        check_in_place(SimpleNamespace(radix_cache_backend=None), config)
-    check_in_place(SimpleNamespace(radix_cache_backend=None), CoserveConfig())
+        SETUP.check(SimpleNamespace(radix_cache_backend=None), config, on_cpu=True)
+    SETUP.check(SimpleNamespace(radix_cache_backend=None), CoserveConfig(), on_cpu=True)
 
 
 @pytest.mark.gpu
@@ -213,8 +221,7 @@ def test_slots_are_looked_up_while_the_gpu_computes() -> None:
 
 
 def test_a_request_is_admitted_in_the_pass_that_no_longer_waits_for_its_load() -> None:
-    cache = SimpleNamespace(
-        checkpoint_step=None,
+    cache: Any = SimpleNamespace(
         prefetches=SimpleNamespace(in_flight_tokens=16, is_stuck=False),
         begin_pass=lambda _now_s: None,
         prefetch_step=lambda _req, _budget_tokens: 0,
@@ -222,61 +229,12 @@ def test_a_request_is_admitted_in_the_pass_that_no_longer_waits_for_its_load() -
         token_to_kv_pool_allocator=SimpleNamespace(size=1024),
     )
     req = SimpleNamespace(rid="a", host_hit_length=64, init_next_round_input=lambda _cache: None)
-    kv = KvCheckpointing(cache)
-    kv.prefetch(1.0)
-    assert kv.hold_back([req]) == {"a"}
-    kv.prefetch(10.9)
-    assert kv.is_held_back(req)
-    kv.prefetch(11.0)
-    assert not kv.is_held_back(req)
-    assert not kv.hold_back([req])
-
-
-# --- The recompute tax --------------------------------------------------------------------
-
-
-def ran(kv: KvCheckpointing, reqs: list[Any], extends: Sequence[tuple[int, int]] = ()) -> None:
-    """Let a batch end that gives its whole requests a token; ``extends`` are (cached, computed)
-    tokens by request of a prefill."""
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    mode = ForwardMode.EXTEND if extends else ForwardMode.DECODE
-    batch = ScheduleBatch(reqs=reqs, forward_mode=mode)
-    batch.prefix_lens = [begin for begin, _ in extends]
-    batch.extend_lens = [tokens for _, tokens in extends]
-    ends = [sum(extend) for extend in extends] or [math.inf] * len(reqs)
-    for req, end in zip(reqs, ends, strict=True):
-        if end >= len(req.origin_input_ids) + len(req.output_ids):
-            req.output_ids.append(7)
-    kv.processed(batch, list(map(is_offline, reqs)))
-
-
-def taxes(kv: KvCheckpointing, name: str) -> tuple[int, int]:
-    stats = kv.state()["classes"][name]
-    return stats["recomputed_tokens"], stats["computed_tokens"]
-
-
-def test_tokens_count_as_recomputed_up_to_where_the_request_had_been() -> None:
-    kv = KvCheckpointing(tree_cache=None)
-    offline, online = (new_request(rid, range(100), offline=rid == "off") for rid in ("off", "on"))
-    ran(kv, [offline, online], [(0, 100), (40, 60)])
-    for _ in range(20):
-        ran(kv, [offline])
-    assert taxes(kv, "offline") == (0, 120)
-    # It resumes from its first 96 tokens: of the 120 that had KV, 24 are computed again.
-    ran(kv, [offline], [(96, 25)])
-    assert taxes(kv, "offline") == (24, 145)
-    ran(kv, [offline])
-    # And again, in two chunks.
-    ran(kv, [offline], [(64, 32)])
-    ran(kv, [offline], [(96, 27)])
-    assert taxes(kv, "offline") == (24 + 32 + 26, 146 + 32 + 27)
-    assert taxes(kv, "online") == (0, 60)
-
-
-def test_a_prompt_whose_prefill_was_interrupted_counts_once() -> None:
-    kv, req = KvCheckpointing(tree_cache=None), new_request("off", range(100), offline=True)
-    ran(kv, [req], [(0, 64)])
-    ran(kv, [req], [(48, 52)])
-    assert taxes(kv, "offline") == (16, 116)
+    store = CheckpointStore(cache)
+    store.begin_pass(1.0)
+    assert store.loaded(req)
+    assert store.wants(req)
+    store.begin_pass(10.9)
+    assert not store.loaded(req)
+    store.begin_pass(11.0)
+    assert store.loaded(req)
+    assert not store.wants(req)

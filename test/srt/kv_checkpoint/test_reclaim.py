@@ -5,22 +5,23 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+from hypothesis import given
+from hypothesis import strategies as st
+
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat.versions import installed_version
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import subtree
+from sglang_coserve.srt.kv_checkpoint.reclaim import reclaim_tokens
+from sglang_coserve.srt.kv_checkpoint.strategies import Eager
 from srt.kv_checkpoint.bare_cache import BareEngine, new_request
 
 PROMPT_TOKENS = 40
 
 
 def engine() -> BareEngine:
-    return BareEngine(
-        CheckpointPolicy(CheckpointMode.EAGER, reclaim_tokens=1),
-        slots=64,
-        host_slots=256,
-        page_tokens=4,
-    )
+    engine = BareEngine(Eager(), slots=64, host_slots=256, page_tokens=4)
+    engine.cache.reclaimer.least_tokens = 1
+    return engine
 
 
 def retract(engine: BareEngine, rid: str, token: int, gate: threading.Event | None = None) -> None:
@@ -66,6 +67,13 @@ def test_one_reclaim_after_another_waits_once_for_a_copy_that_hangs() -> None:
     assert len(waits) == 1
     assert bare.cache.counts["dropped_tokens"] == 12
     gate.set()
+
+
+@given(st.integers(1, 10_000), st.integers(0, 512), st.sampled_from([1, 16, 64]))
+def test_reclaim_takes_whole_pages_and_at_least_a_chunk(wanted: int, least: int, page: int) -> None:
+    tokens = reclaim_tokens(wanted, least, page)
+    assert tokens % page == 0
+    assert max(wanted, least) <= tokens < max(wanted, least) + page
 
 
 def test_asking_what_is_cached_changes_nothing() -> None:

@@ -92,12 +92,12 @@ def test_each_rank_leaves_its_part_and_without_one_of_them_all_is_computed_again
                 input_ids=prompt, sampling_params=params(num_tokens, offline=True), rid=rid
             )
 
-    async def checkpoints() -> dict[str, Any]:
+    async def status() -> dict[str, Any]:
         (internal,) = await manager.get_internal_state()
-        return internal["coserve"]["kv_checkpoint"]
+        return internal["coserve"]
 
     async def computed_tokens() -> int:
-        return int((await checkpoints())["classes"]["offline"]["computed_tokens"])
+        return int((await status())["recompute"]["offline"]["computed_tokens"])
 
     async def scenario() -> None:
         expected = (await generate())["output_ids"]
@@ -115,11 +115,11 @@ def test_each_rank_leaves_its_part_and_without_one_of_them_all_is_computed_again
             assert [path.name for path in paths] == names
             if not has_all:
                 paths[1].unlink()
-            before = (await checkpoints())["moved_in_tokens"]
+            before = (await status())["kv_moves"]["moved_in_tokens"]
             assert (await manager.flush_cache(timeout_s=IDLE_TIMEOUT_S)).success
             again = await generate(generated=output["output_ids"], moved_kv=(rid, tokens, "model"))
             assert again["output_ids"] == expected
-            after = (await checkpoints())["moved_in_tokens"]
+            after = (await status())["kv_moves"]["moved_in_tokens"]
             assert after - before == has_all * tokens
             assert not list(move_dir.iterdir())
 

@@ -19,9 +19,10 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="package")
 def watched(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Watched]:
-    """It exports to Prometheus and over OTLP, and suspends steps before any layer."""
+    """It exports to Prometheus and over OTLP, suspends steps before any layer, and keeps
+    checkpoints."""
     directory = tmp_path_factory.mktemp("watched")
-    flags = ("--safepoint-interval", "1", "--enable-trace")
+    flags = ("--safepoint-interval", "1", "--kv-checkpoint", "eager", "--enable-trace")
     flags += ("--otlp-traces-endpoint", f"{collector.url}/v1/traces")
     # Layers enough for safepoints between them.
     model = make_small_model(directory / "model", SmallModelSpec(hidden=64, layers=8, context=1024))

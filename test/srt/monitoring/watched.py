@@ -132,7 +132,6 @@ def served(
         directory,
         *("--enable-metrics", "--enable-cache-report", "--startup-profile-seconds", "2"),
         *flags,
-        policy="coserve",
     )
     deployment.environment |= environment or {}
     with deployment:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.kv_checkpoint.strategies import Eager
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from srt.kv_checkpoint.bare_cache import BareEngine, new_request, tokens_of
@@ -22,8 +22,7 @@ class Lane:
     """Prepares steps as SGLang does, without computing them."""
 
     def __init__(self, page_tokens: int) -> None:
-        policy = CheckpointPolicy(CheckpointMode.EAGER)
-        self.engine = BareEngine(policy, slots=1024, host_slots=1024, page_tokens=page_tokens)
+        self.engine = BareEngine(Eager(), slots=1024, host_slots=1024, page_tokens=page_tokens)
         self.page_tokens = page_tokens
         self.requeued: list[Req] = []
         scheduler = SimpleNamespace(
@@ -33,7 +32,9 @@ class Lane:
             _add_request_to_queue=self._requeue,
         )
         pools: Any = None
-        self.retraction = OfflineRetraction(scheduler, pools, EngineView(scheduler), Counter())
+        # A dropped step hands aborted requests back to its caller.
+        view, none = EngineView(scheduler), list[Req]()
+        self.retraction = OfflineRetraction(scheduler, pools, view, Counter(), none.append)
 
     def _requeue(self, req: Req, *, is_retracted: bool) -> None:
         assert is_retracted

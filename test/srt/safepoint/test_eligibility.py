@@ -92,7 +92,7 @@ def test_an_engine_without_safepoints_says_why() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"offline_policy": "fifo"}, {"offline_policy": "conserve", "safepoint_interval": 0}],
+    [{"offline_policy": "non_preemptive"}, {"offline_policy": "conserve", "safepoint_interval": 0}],
 )
 def test_what_is_not_asked_for_leaves_the_model_alone(values: dict[str, Any]) -> None:
     nothing_to_install_into = object()

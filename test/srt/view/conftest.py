@@ -20,7 +20,7 @@ def deployment(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """Closed but for its figures."""
     flags = ("--startup-profile-seconds", "0", "--slo-ttft-ms", "400", "--open-view")
     directory = tmp_path_factory.mktemp("server")
-    with Deployment(small_model, directory, *flags, policy="coserve") as running:
+    with Deployment(small_model, directory, *flags) as running:
         yield running
 
 

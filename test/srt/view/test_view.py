@@ -29,13 +29,13 @@ def own(key: str | None) -> Caller:
     [
         (Keys(None, None), None, own(None)),
         (Keys(None, None), "mine", own("mine")),
-        (Keys("api", None), "api", own("api")),
+        (Keys("api", None), "api", own(None)),
         (Keys("api", None), None, None),
         (Keys("api", None), "other", None),
         (Keys("api", None, is_open=True), None, NO_BATCHES),
         (Keys("api", None, is_open=True), "other", None),
         (Keys("api", "admin"), "admin", ALL),
-        (Keys("api", "admin"), "api", own("api")),
+        (Keys("api", "admin"), "api", own(None)),
         (Keys("api", "admin"), None, None),
         (Keys(None, "admin"), "admin", ALL),
         (Keys(None, "admin"), None, own(None)),
@@ -103,13 +103,15 @@ def test_the_last_minutes_are_there_under_load(
     assert shown["policy"] == "coserve"
     assert shown["model"] == "small"
     assert shown["sample_age_s"] < 60
-    users = shown["online_users"]
-    assert users["requests"] > 0
-    assert users["level"] in ("ok", "harmed", "overloaded")
-    assert users["slos"][0]["slo"] == "ttft p99 <= 400ms"
-    assert users["slos"][0]["limit_ms"] == 400
     headroom = shown["headroom"]
     assert headroom["tokens_per_s"] > 0
     assert headroom["required_tokens_per_s"] > 0
+    users = shown["online_users"]
+    assert users["requests"] > 0
+    assert users["slos"][0]["slo"] == "ttft p99 <= 400ms"
+    assert users["slos"][0]["limit_ms"] == 400
+    # Few streams are not judged.
+    levels = ("ok", "harmed", "overloaded")
+    eventually(lambda: view(deployment)["online_users"]["level"] in levels)
     client.batches.cancel(batch_id)
     until(client, batch_id, "cancelled")

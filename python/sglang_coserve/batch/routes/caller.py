@@ -20,12 +20,12 @@ from sglang_coserve.batch.errors import (
 from sglang_coserve.batch.routes.errors import (
     ERROR_RESPONSES,
     OPERATOR_ERROR_RESPONSES,
+    SERVICE_STATE,
     JsonRoute,
 )
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import StorageError
 
-_STATE: Final = "coserve_batch_service"
 _OFF: Final = (
     "the Batch API is off: start the server with --coserve-data-dir DIRECTORY, where it keeps "
     "files and batches"
@@ -34,7 +34,7 @@ _OFF: Final = (
 
 def set_service(app: FastAPI, service: BatchService) -> None:
     """Set the service of ``app``'s routes."""
-    setattr(app.state, _STATE, service)
+    setattr(app.state, SERVICE_STATE, service)
 
 
 def find_service(app: FastAPI) -> BatchService:
@@ -43,7 +43,7 @@ def find_service(app: FastAPI) -> BatchService:
     Raises:
         BatchApiOffError: nothing.
     """
-    service = getattr(app.state, _STATE, None) or BatchApiOffError(_OFF)
+    service = getattr(app.state, SERVICE_STATE, None) or BatchApiOffError(_OFF)
     if isinstance(service, BatchApiOffError):
         raise service
     assert isinstance(service, BatchService)
@@ -52,7 +52,7 @@ def find_service(app: FastAPI) -> BatchService:
 
 def set_not_ready(app: FastAPI, why: str) -> None:
     """Say why the routes of ``app`` serve nothing now; whoever asks again may have an answer."""
-    setattr(app.state, _STATE, BatchApiNotReadyError(why))
+    setattr(app.state, SERVICE_STATE, BatchApiNotReadyError(why))
 
 
 async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
@@ -68,11 +68,15 @@ async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
     except BatchApiOffError:
         return None
     except StorageError as error:
-        return {"error": str(error)}
+        return {"error": find_service(app).context.directory.told(error)}
 
 
 def _service(request: Request) -> BatchService:
     return find_service(request.app)
+
+
+EVERYBODY: Final = "everybody"
+"""The owner where no key is needed, and where all callers have the same key."""
 
 
 def owner_of(api_key: str | None) -> str:
@@ -80,12 +84,30 @@ def owner_of(api_key: str | None) -> str:
 
     Keys are long and random, so a plain hash keeps them out of the database.
     """
-    return sha256(api_key.encode()).hexdigest() if api_key else "everybody"
+    return sha256(api_key.encode()).hexdigest() if api_key else EVERYBODY
+
+
+_ONE_OWNER: Final = "coserve_one_owner"
+
+
+def set_one_owner(app: FastAPI) -> None:
+    """Take all callers of ``app`` for one owner, since all have the same key."""
+    setattr(app.state, _ONE_OWNER, True)
+
+
+async def take_over(service: BatchService, api_key: str | None) -> None:
+    """Give the one owner all that belongs to the key itself, as an owner of its own.
+
+    Nothing is moved without a key.
+    """
+    if api_key:
+        await service.move_owner(owner_of(api_key), EVERYBODY)
 
 
 def caller_owner(request: Request) -> str:
     """Return the owner who calls, from the request's key."""
-    return owner_of(bearer_key(request.scope["headers"]))
+    key = bearer_key(request.scope["headers"])
+    return EVERYBODY if getattr(request.app.state, _ONE_OWNER, False) else owner_of(key)
 
 
 Service = Annotated[BatchService, Depends(_service)]

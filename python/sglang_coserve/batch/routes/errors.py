@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, Final
@@ -61,6 +62,12 @@ OPERATOR_ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 """What an operator's routes answer beside these."""
 
 
+SERVICE_STATE: Final = "coserve_batch_service"
+"""Where an application has the service of its routes, or the reason why there is none."""
+
+_log = logging.getLogger(__name__)
+
+
 class OpenAIRoute(APIRoute):
     """A route that answers its failures itself, whatever the application does with others'."""
 
@@ -74,7 +81,7 @@ class OpenAIRoute(APIRoute):
             except RequestValidationError as error:
                 return _invalid(error)
             except CoserveError as error:
-                return _failed(error)
+                return _failed(error, request)
             except ClientDisconnect:
                 return Response(status_code=499)  # Nobody reads it.
             except _BodyTooLarge as error:
@@ -135,7 +142,7 @@ def _invalid(error: RequestValidationError) -> Response:
     return _error(HTTPStatus.BAD_REQUEST, message, code="invalid_value", param=param)
 
 
-def _failed(error: CoserveError) -> Response:
+def _failed(error: CoserveError, request: Request) -> Response:
     match error:
         case BatchRequestError():
             answer = _error(error.status, str(error), error.code, error.param)
@@ -144,8 +151,15 @@ def _failed(error: CoserveError) -> Response:
         case RequestError():
             return _error(HTTPStatus.BAD_REQUEST, str(error), "invalid_request")
         case StorageError():
-            return _error(HTTPStatus.INSUFFICIENT_STORAGE, str(error), "storage_failed")
-    return _error(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), "internal_error")
+            status, code = HTTPStatus.INSUFFICIENT_STORAGE, "storage_failed"
+        case _:
+            status, code = HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error"
+    # Here, and not where it is raised: logs have the paths of this machine.
+    _log.error("%s: %s", request.url.path, error)
+    service = getattr(request.app.state, SERVICE_STATE, None)
+    if service is None or isinstance(service, BatchRequestError):
+        return _error(status, "the Batch API failed", code)
+    return _error(status, service.context.directory.told(error), code)
 
 
 def _error(status: int, message: str, code: str, param: str | None = None) -> Response:

@@ -1,4 +1,4 @@
-"""``/v1/files``, and ``/v1/uploads`` of files in parts."""
+"""``/v1/files``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from sglang_coserve.batch.errors import RangeError
 from sglang_coserve.batch.routes.caller import Owner, Service
-from sglang_coserve.batch.routes.errors import (
-    ERROR_RESPONSES,
-    ErrorResponse,
-    JsonRoute,
-    OpenAIRoute,
-)
+from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, ErrorResponse, OpenAIRoute
 from sglang_coserve.batch.routes.transfers import DownloadResponse, UploadForm, form_of, received
 from sglang_coserve.batch.schemas import FileDeleted, FileList, FileObject
-from sglang_coserve.batch.uploads import CompleteUpload, CreateUpload, UploadObject, UploadPart
 
 _RANGE: Final = re.compile(r"bytes=(\d{1,18})?-(\d{1,18})?", re.ASCII)
 
@@ -141,49 +135,3 @@ def _byte_range(header: str, size_bytes: int) -> tuple[int, int] | None:
             return None
         end = min(int(match[2]) + 1, size_bytes)
     return start, end
-
-
-_UPLOADS: Final[dict[str, Any]] = {
-    "prefix": "/v1/uploads",
-    "tags": ["uploads"],
-    "responses": ERROR_RESPONSES,
-}
-upload_router = APIRouter(route_class=JsonRoute, **_UPLOADS)
-part_router = APIRouter(route_class=OpenAIRoute, **_UPLOADS)
-"""Of bodies that may be as long as a file."""
-
-UploadId = Annotated[str, Path(max_length=64)]
-
-_PART: Final = form_of({"data": {"type": "string", "format": "binary"}}, "data")
-
-
-@upload_router.post("")
-async def create_upload(service: Service, owner: Owner, body: CreateUpload) -> UploadObject:
-    """Begin an upload in parts."""
-    return await service.parts.create(owner, body)
-
-
-@part_router.post("/{upload_id}/parts", openapi_extra=_PART)
-async def add_upload_part(
-    service: Service, owner: Owner, upload_id: UploadId, request: Request
-) -> UploadPart:
-    """Add a part."""
-    with service.uploads.one(owner):
-        body = received(request.stream(), service.context.limits)
-        form = UploadForm(request.headers.get("content-type", ""), body, file_field="data")
-        await form.read_to_file()
-        return await service.parts.add_part(owner, upload_id, form.file_chunks())
-
-
-@upload_router.post("/{upload_id}/complete")
-async def complete_upload(
-    service: Service, owner: Owner, upload_id: UploadId, body: CompleteUpload
-) -> UploadObject:
-    """Make a file of the parts."""
-    return await service.parts.complete(owner, upload_id, body)
-
-
-@upload_router.post("/{upload_id}/cancel")
-async def cancel_upload(service: Service, owner: Owner, upload_id: UploadId) -> UploadObject:
-    """Delete the parts."""
-    return await service.parts.cancel(owner, upload_id)

@@ -47,8 +47,7 @@ async def received(chunks: AsyncIterator[bytes], limits: BatchLimits) -> AsyncGe
 
 
 class DownloadResponse(StreamingResponse):
-    """Has a ``place`` until it ends, as it does when the client stops reading; then ``chunks`` is
-    closed."""
+    """Has a ``place`` until it ends, or the client stops reading; then ``chunks`` is closed."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from sglang_coserve.asgi import bearer_key, is_same_key
 from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
-from sglang_coserve.batch.routes.caller import find_service, owner_of
+from sglang_coserve.batch.routes.caller import EVERYBODY, find_service, owner_of
 from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.errors import RequestError, StorageError
 
@@ -56,7 +56,7 @@ class Keys:
         if self.admin_api_key and is_same_key(key, self.admin_api_key):
             return Caller(None, "/coserve/batches", is_operator=True)
         if not self.api_key or is_same_key(key, self.api_key):
-            return Caller(owner_of(key), "/v1/batches")
+            return Caller(EVERYBODY if self.api_key else owner_of(key), "/v1/batches")
         return Caller(None, None) if self.is_open and not key else None
 
 
@@ -78,12 +78,18 @@ async def shown_batches(app: FastAPI, caller: Caller) -> dict[str, Any]:
             found = {each.id: each for each in (*unfinished, *newest)}
         return {
             "batches": {"path": caller.batches_path, "data": [*map(_shown, found.values())]},
-            "headroom": asdict(service.headroom()),
+            "headroom": service.headroom()._asdict(),
         }
-    except (BatchApiNotReadyError, StorageError) as error:
-        return {"batches": {"path": None, "data": [], "error": str(error)}, "headroom": None}
+    except StorageError as error:
+        return _missing(find_service(app).context.directory.told(error))
+    except BatchApiNotReadyError as error:
+        return _missing(str(error))
     except BatchApiOffError:
         return {"batches": None, "headroom": None}
+
+
+def _missing(reason: str) -> dict[str, Any]:
+    return {"batches": {"path": None, "data": [], "error": reason}, "headroom": None}
 
 
 def _shown(batch: BatchObject) -> dict[str, Any]:

@@ -24,10 +24,11 @@ from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
 from sglang_coserve.batch.store import file_rows
-from sglang_coserve.batch.store.file_rows import IS_UNFINISHED
+from sglang_coserve.batch.store.database import place
+from sglang_coserve.batch.store.file_rows import HAS_ENDED, IS_UNFINISHED
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.engine_lines import LastRun
-from sglang_coserve.lines.result_record import Progress, Usage
+from sglang_coserve.lines.result_record import Progress, Usage, encode_json
 
 _NESTED: Final = ("progress", "faults", "metadata", "response")
 _PLAIN: Final = tuple(field.name for field in fields(JobRecord) if field.name not in _NESTED)
@@ -57,7 +58,38 @@ def create(
     names = ", ".join(_COLUMNS)
     values = ", ".join(f":{name}" for name in _COLUMNS)
     connection.execute(f"INSERT INTO batches ({names}) VALUES ({values})", _row(record))
+    _delete_surplus(connection, record, limits)
     return record, True
+
+
+def _delete_surplus(connection: sqlite3.Connection, new: JobRecord, limits: BatchLimits) -> None:
+    """Delete the oldest ended batches and responses of an owner who has too many beside ``new``.
+
+    O(ended batches of the owner).
+    """
+    theirs = f"owner = :owner AND {HAS_ENDED}"
+    values = {
+        "owner": new.owner,
+        "most": limits.max_ended_batches_per_owner,
+        "most_bytes": limits.max_ended_bytes_per_owner,
+    }
+    number, size_bytes = connection.execute(
+        f"SELECT count(*), coalesce(sum(row_bytes), 0) FROM batches WHERE {theirs}", values
+    ).fetchone()
+    if number <= limits.max_ended_batches_per_owner and (
+        size_bytes <= limits.max_ended_bytes_per_owner
+    ):
+        return
+    surplus = connection.execute(
+        "SELECT seq FROM (SELECT seq, row_number() OVER newer AS number,"
+        f" sum(row_bytes) OVER newer AS size_bytes FROM batches WHERE {theirs}"
+        " WINDOW newer AS (ORDER BY seq DESC))"
+        " WHERE number > :most OR size_bytes > :most_bytes",
+        values,
+    )
+    for (seq,) in surplus.fetchall():
+        row = connection.execute(f"{_SELECT} WHERE seq = ?", (seq,)).fetchone()
+        _delete(connection, _record(row), new.created_at_s)
 
 
 def find_earlier(
@@ -150,17 +182,14 @@ def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None
     return record
 
 
-def find_response(
-    connection: sqlite3.Connection, batch_id: str, endpoint: str, owner: str
-) -> JobRecord:
-    """Return the batch behind a response, or a chat in the background, of ``owner``.
+def find_response(connection: sqlite3.Connection, batch_id: str, owner: str) -> JobRecord:
+    """Return the batch behind a response of ``owner``.
 
     Raises:
         NotFoundError: there is none.
     """
     row = connection.execute(
-        f"{_SELECT} WHERE id = ? AND owner = ? AND endpoint = ? AND response IS NOT NULL",
-        (batch_id, owner, endpoint),
+        f"{_SELECT} WHERE id = ? AND owner = ? AND response IS NOT NULL", (batch_id, owner)
     ).fetchone()
     if row is None:
         raise NotFoundError(
@@ -172,7 +201,7 @@ def find_response(
 
 
 def delete_response(
-    connection: sqlite3.Connection, batch_id: str, endpoint: str, owner: str, now_s: float
+    connection: sqlite3.Connection, batch_id: str, owner: str, now_s: float
 ) -> None:
     """Forget a response of ``owner``; its files expire now.
 
@@ -180,38 +209,41 @@ def delete_response(
         NotFoundError: there is none.
         ConflictError: it has not ended.
     """
-    record = find_response(connection, batch_id, endpoint, owner)
+    record = find_response(connection, batch_id, owner)
     if not record.status.is_final:
         raise ConflictError(
             "the response has not ended: cancel it first", code="response_not_ended"
         )
-    _delete_response(connection, record, now_s)
+    _delete(connection, record, now_s)
 
 
-def delete_expired_responses(
-    connection: sqlite3.Connection, ended_by_s: float, now_s: float
+def delete_old(
+    connection: sqlite3.Connection, ended_by_s: float, now_s: float, *, are_responses: bool
 ) -> bool:
-    """Forget responses that had ended by then, a thousand at the most.
+    """Forget batches or responses that had ended by then, a thousand at the most.
 
     Returns True while there are more.
     """
     # Nothing ends before its creation, which has an index.
     rows = connection.execute(
-        f"{_SELECT} WHERE response IS NOT NULL AND created_at_s <= :by AND NOT {IS_UNFINISHED}"
+        f"{_SELECT} WHERE response IS {'NOT NULL' if are_responses else 'NULL'}"
+        f" AND created_at_s <= :by AND NOT {IS_UNFINISHED}"
         " AND coalesce(completed_at_s, failed_at_s, expired_at_s, cancelled_at_s) <= :by"
         " LIMIT 1000",
         {"by": ended_by_s},
     )
     found = rows.fetchall()
     for row in found:
-        _delete_response(connection, _record(row), now_s)
+        _delete(connection, _record(row), now_s)
     return len(found) == 1000
 
 
-def _delete_response(connection: sqlite3.Connection, record: JobRecord, now_s: float) -> None:
+def _delete(connection: sqlite3.Connection, record: JobRecord, now_s: float) -> None:
+    """Forget a batch, whose files stay, or a response, whose files expire now."""
     connection.execute("DELETE FROM batches WHERE id = ?", (record.id,))
-    files = (record.input_file_id, record.output_file_id, record.error_file_id)
-    file_rows.expire(connection, files, now_s)
+    if record.response is not None:
+        files = (record.input_file_id, record.output_file_id, record.error_file_id)
+        file_rows.expire(connection, files, now_s)
 
 
 def page(
@@ -225,19 +257,25 @@ def page(
     """Return up to ``limit`` batches of ``owner``, or of all and responses, the newest first.
 
     Raises:
-        NotFoundError: ``after`` is no batch of ``owner``.
+        NotFoundError: ``after`` is no batch of ``owner``, and was none of late.
     """
+    behind = None
     conditions = ["TRUE"]
     if owner is not None:
         conditions.append("owner = :owner AND response IS NULL")
     if status is not None:
         conditions.append("status = :status")
     if after is not None:
-        find(connection, after, owner)
-        conditions.append("seq < (SELECT seq FROM batches WHERE id = :after)")
+        conditions.append("seq < :behind")
+        if (behind := place(connection, "batches", after, owner)) is None:
+            raise NotFoundError(
+                f"no such batch: {after[:64]!r}: begin the list anew",
+                code="batch_not_found",
+                param="after",
+            )
     rows = connection.execute(
         f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit",
-        {"owner": owner, "status": status, "after": after, "limit": limit},
+        {"owner": owner, "status": status, "behind": behind, "limit": limit},
     )
     return [_record(row) for row in rows]
 
@@ -319,21 +357,24 @@ def _put_outputs(connection: sqlite3.Connection, batch: JobRecord, now_s: float)
             )
 
 
-def complete_with_forecast(connection: sqlite3.Connection, most: int) -> list[JobRecord]:
-    """Return the newest complete batches that had a forecast, the oldest first."""
-    rows = connection.execute(
-        f"{_SELECT} WHERE status = 'completed' AND forecast_s IS NOT NULL"
-        " ORDER BY seq DESC LIMIT ?",
-        (most,),
-    )
-    return [_record(row) for row in rows][::-1]
+def move_owner(connection: sqlite3.Connection, owner: str, to: str) -> tuple[int, int]:
+    """Give all that ``owner`` has to another one; return how many files and batches.
 
-
-def void_forecasts(connection: sqlite3.Connection) -> None:
-    """Forget the forecasts of unfinished batches: the server was down meanwhile."""
+    Idempotency keys that the other one has used are forgotten.
+    """
+    values = {"owner": owner, "to": to}
+    if owner == to:
+        return 0, 0
     connection.execute(
-        f"UPDATE batches SET forecast_s = NULL WHERE forecast_s IS NOT NULL AND {IS_UNFINISHED}"
+        "UPDATE batches SET idempotency_key = NULL WHERE owner = :owner AND idempotency_key IN"
+        " (SELECT idempotency_key FROM batches WHERE owner = :to)",
+        values,
     )
+    files, batches, *_ = (
+        connection.execute(f"UPDATE {table} SET owner = :to WHERE owner = :owner", values).rowcount
+        for table in ("files", "batches", "events", "places")
+    )
+    return files, batches
 
 
 def due_events(connection: sqlite3.Connection, now_s: float, limit: int) -> list[BatchEvent]:
@@ -397,11 +438,15 @@ def _row(record: JobRecord) -> dict[str, Any]:
     row = {name: getattr(record, name) for name in _PLAIN}
     row |= {column: getattr(record.progress, name) for column, name in _PROGRESS.items()}
     row |= asdict(record.progress.usage)
-    row["faults"] = json.dumps([asdict(fault) for fault in record.faults])
+    row["faults"] = _json([asdict(fault) for fault in record.faults])
     for name in ("metadata", "response"):
         value = getattr(record, name)
-        row[name] = None if value is None else json.dumps(dict(value))
+        row[name] = None if value is None else _json(dict(value))
     return row
+
+
+def _json(value: Any) -> str:
+    return encode_json(value).decode()
 
 
 def _record(values: tuple[Any, ...]) -> JobRecord:

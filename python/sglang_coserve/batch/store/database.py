@@ -133,8 +133,42 @@ MIGRATIONS: Final = (
         "CREATE INDEX responses ON batches (created_at_s) WHERE response IS NOT NULL",
     ),
     ("ALTER TABLE batches ADD COLUMN model_name TEXT",),
+    (
+        # What a row takes, nearly: of its owner's ended batches there are so many bytes at most.
+        "ALTER TABLE batches ADD COLUMN row_bytes INTEGER GENERATED ALWAYS AS"
+        " (512 + length(CAST(faults AS BLOB)) + coalesce(length(CAST(metadata AS BLOB)), 0)"
+        " + coalesce(length(CAST(response AS BLOB)), 0)) VIRTUAL",
+        "CREATE INDEX batches_ended ON batches (owner, status, row_bytes)",
+        "CREATE INDEX batches_by_age ON batches (created_at_s) WHERE response IS NULL",
+        # Where in the order of its kind a row was that is gone: a list goes on behind it.
+        "CREATE TABLE places (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,"
+        " owner TEXT NOT NULL, seq INTEGER NOT NULL) STRICT",
+        *(
+            f"CREATE TRIGGER {table}_deleted AFTER DELETE ON {table} BEGIN"
+            " INSERT OR REPLACE INTO places (id, owner, seq) VALUES (old.id, old.owner, old.seq);"
+            f" DELETE FROM places WHERE number <= (SELECT max(number) FROM places) - 100000; END"
+            for table in ("files", "batches")
+        ),
+    ),
+    (
+        "ALTER TABLE batches DROP COLUMN weight",
+        "ALTER TABLE batches DROP COLUMN forecast_s",
+    ),
 )
 """Step ``n`` takes a database from version ``n`` to ``n + 1``."""
+
+
+def place(connection: sqlite3.Connection, table: str, row_id: str, owner: str | None) -> int | None:
+    """Return where in the order of ``table`` a row of ``owner`` is, or was; None if unknown.
+
+    None as ``owner`` is anybody. The last 100,000 deleted rows are known.
+    """
+    owned = "id = :id AND coalesce(:owner, owner) = owner"
+    row = connection.execute(
+        f"SELECT seq FROM {table} WHERE {owned} UNION ALL SELECT seq FROM places WHERE {owned}",
+        {"id": row_id, "owner": owner},
+    ).fetchone()
+    return None if row is None else int(row[0])
 
 
 _APPLICATION_ID: Final = 0x636F7376
@@ -212,21 +246,30 @@ _P = ParamSpec("_P")
 class Store:
     """A database that never blocks the event loop."""
 
-    def __init__(self, path: Path, thread: WorkerThreads, connection: sqlite3.Connection) -> None:
+    def __init__(
+        self,
+        path: Path,
+        thread: WorkerThreads,
+        connection: sqlite3.Connection,
+        make_room: Callable[[], None],
+    ) -> None:
         self._path = path
         self._thread = thread
         self._connection = connection
+        self._make_room = make_room
 
     @classmethod
-    async def open(cls, path: Path) -> Store:
+    async def open(cls, path: Path, make_room: Callable[[], None] = lambda: None) -> Store:
         """Open the database at ``path``, or make it.
+
+        ``make_room`` is called when the disk is full, before a transaction is tried once more.
 
         Raises:
             StartupError: see ``open_database``.
         """
         thread = WorkerThreads("coserve-store", 1)
         try:
-            return cls(path, thread, await thread.run(open_database, path))
+            return cls(path, thread, await thread.run(open_database, path), make_room)
         except BaseException:
             await thread.close()
             raise
@@ -254,17 +297,26 @@ class Store:
         await self._thread.close()
 
     def _transaction(self, work: Callable[[], _T]) -> _T:
-        connection = self._connection
         try:
-            connection.execute("BEGIN")
             try:
-                result = work()
-                connection.execute("COMMIT")
-            except BaseException:
-                # A full disk makes SQLite roll back by itself.
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
+                return self._attempt(work)
+            except sqlite3.OperationalError as error:
+                if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
+                    raise
+            self._make_room()
+            return self._attempt(work)
         except sqlite3.Error as error:
             raise StorageError(f"the batch database {self._path} failed: {error}") from error
+
+    def _attempt(self, work: Callable[[], _T]) -> _T:
+        connection = self._connection
+        connection.execute("BEGIN")
+        try:
+            result = work()
+            connection.execute("COMMIT")
+        except BaseException:
+            # A full disk makes SQLite roll back by itself.
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
         return result

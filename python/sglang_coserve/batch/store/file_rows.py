@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
-from sglang_coserve.batch.record import UNFINISHED, FileRecord
+from sglang_coserve.batch.record import UNFINISHED, FileRecord, Status
+from sglang_coserve.batch.store.database import place
 
 UPLOAD = "upload"
 """The purpose of an upload that is not complete; those of its parts begin with it. None of them is
@@ -18,6 +19,9 @@ _COLUMNS = "id, owner, filename, purpose, size_bytes, created_at_s, expires_at_s
 _VALUES = ":id, :owner, :filename, :purpose, :size_bytes, :created_at_s, :expires_at_s"
 IS_UNFINISHED = f"status IN {tuple(map(str, UNFINISHED))}"
 """A condition on batches. Written as the index on them has it, or SQLite does not use that."""
+
+HAS_ENDED = f"status IN {tuple(str(each) for each in Status if each.is_final)}"
+"""The other one."""
 
 _USED_BY = f"""
 SELECT id FROM batches WHERE {IS_UNFINISHED}
@@ -37,17 +41,6 @@ def put_output(connection: sqlite3.Connection, file: FileRecord) -> None:
         " size_bytes = :size_bytes, created_at_s = :created_at_s, expires_at_s = :expires_at_s",
         asdict(file),
     )
-
-
-def part_of(upload_id: str) -> str:
-    """Return the purpose of a part of an upload."""
-    return f"{UPLOAD}/{upload_id}"
-
-
-def parts(connection: sqlite3.Connection, owner: str, upload_id: str) -> list[str]:
-    """Return the ids of the parts of an upload. O(files of the owner)."""
-    query = "SELECT id FROM files WHERE owner = ? AND purpose = ?"
-    return [part for (part,) in connection.execute(query, (owner, part_of(upload_id)))]
 
 
 def exists(connection: sqlite3.Connection, file_id: str) -> bool:
@@ -102,24 +95,31 @@ def page(
     """Return up to ``limit`` files of ``owner`` in the order of their creation.
 
     Raises:
-        NotFoundError: ``after`` is no file of ``owner``.
+        NotFoundError: ``after`` is no file of ``owner``, and was none of late.
     """
+    behind = None
     # The files of a response are seen through its object only.
     conditions = [
         f"owner = :owner AND purpose NOT LIKE '{UPLOAD}%' AND purpose <> 'response'",
         "(expires_at_s IS NULL OR expires_at_s > :now_s)",
     ]
     if after is not None:
-        find(connection, owner, after, now_s)
         sign = ">" if is_ascending else "<"
-        conditions.append(f"seq {sign} (SELECT seq FROM files WHERE id = :after)")
+        conditions.append(f"seq {sign} :behind")
+        if (behind := place(connection, "files", after, owner)) is None:
+            raise NotFoundError(
+                f"no such file: {after[:64]!r}: begin the list anew",
+                code="file_not_found",
+                param="after",
+            )
     if purpose is not None:
         conditions.append("purpose = :purpose")
     query = (
         f"SELECT {_COLUMNS} FROM files WHERE {' AND '.join(conditions)}"
         f" ORDER BY seq {'ASC' if is_ascending else 'DESC'} LIMIT :limit"
     )
-    values = {"owner": owner, "now_s": now_s, "after": after, "purpose": purpose, "limit": limit}
+    values = {"owner": owner, "now_s": now_s, "purpose": purpose, "limit": limit}
+    values["behind"] = behind
     return [_record(row) for row in connection.execute(query, values)]
 
 

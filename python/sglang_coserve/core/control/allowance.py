@@ -1,122 +1,187 @@
-"""What offline work may add to the latencies of online requests, by their SLOs.
+"""Latency targets of online requests, and what they leave to offline work.
 
-It is what a target leaves above the latencies of the no-interference baseline. Nothing is learned
-from the latencies that offline work was beside: a controller that answers rare late values swings
-with every one of them.
+A target leaves the time between its limit and the same statistic of the no-interference baseline.
+Latencies beside offline work are not used: a controller that answers rare late values would swing
+with each late value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 from sglang_coserve.core.control.recent_values import RecentValues
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.metrics import SloTargets
 
 _WINDOW_S: Final = 300.0
-"""The baseline's latencies of the last five minutes count, at least so many that four are in the
-tail of a P99. A longer memory has quiet hours pay for busy ones: docs/policies.md, "When something
-is off", has what traffic that changes costs with this one."""
+"""Age in seconds after which a latency of the baseline no longer counts; at least the newest
+``_LEAST_VALUES`` count. A longer memory makes quiet hours pay for busy ones: with this window,
+traffic that alternates between 20 and 80% load every two minutes had P99 TTFTs of 1.20 x alone
+(simulated)."""
 
 _TAIL: Final = 0.01
-"""What a P99 leaves out. The strictest own targets of so many requests do, too; and statistics are
-computed again when so many of the values are new."""
+"""Share of values beyond a P99. The same share of requests may bring own targets that are stricter
+than what is kept, and statistics are computed anew after this share of new values."""
+
+_LEAST_VALUES: Final = round(4 / _TAIL)
+"""Values with four in the tail of a P99."""
 
 _LEAST_OF_TTFT: Final = 1 / 22
-"""Least share of an absolute target for first tokens that offline work may add where the baseline
-leaves less: half of what it may add under +10%. Simulated (ConServe's Fig. 6, 1 request/s, targets
-of the P99s alone), 85% of requests keep both targets; with 0.3 it is 11%."""
+"""Share of an absolute TTFT target that offline work may always add: half of what +10% allows.
+Without it, a target that the baseline just meets stops offline work. Simulated (ConServe's Fig. 6,
+1 request/s, the baseline's P99s as targets), 85% of requests keep both targets; with 0.3, 11%."""
 
-_LEAST_OF_GAPS: Final = 0.3
-"""The same of a target for gaps. Decodes have deadlines, which keep a target that plain SGLang
-misses: simulated (H100, Azure's conversations at 50 and 80% load, 500 and 50 ms), offline work has
-0.92 and 1.02 of the steady bound with 0.3, 0.95 and 1.06 with 0.5 and 0.64 and 0.73 with 1/22, at
-P99 TTFTs of 1.35 and 1.79, 1.41 and 1.99, 1.17 and 1.39 x alone; gaps keep 50 ms with each."""
+_MOST_OF_MEDIAN: Final = 2.5
+"""Longest time that offline work adds under a relative TTFT target, in tolerances of the median
+TTFT alone: a tenth of a P99 can be half of a median. Simulated with 10% (H100, four traffics at 50
+and 80% load), P50 TTFT is 0.94 to 1.14 x alone with 2, 0.97 to 1.14 with 2.5 and 0.99 to 1.13 with
+3; offline work has 1 to 3% more tokens with 3 than with 2."""
 
 Alone = tuple[float | None, float]
-"""A latency in the baseline, after the target that the request brought along, if any."""
+"""A request's own target in seconds, if any, and its latency in the baseline."""
 
 
-class _Headroom:
-    """The SLOs on one latency, and what they leave above the same statistics of the baseline.
+class Targets(NamedTuple):
+    """Limits in seconds for online requests without own targets; None without a limit."""
 
-    Whatever adds no more to any latency keeps them. An absolute target that half of the baseline's
-    values miss is left out: it would cost offline work and the other targets, and not be met. If
-    none is left, offline work may add the least share of what the baseline has.
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    """Limit of a request's mean gap between tokens."""
+
+    gap_s: float | None = None
+    """Limit of each gap between tokens."""
+
+    @property
+    def token_s(self) -> float | None:
+        """The stricter limit of ``tpot_s`` and ``gap_s``, for policies with one limit per token."""
+        limits_s = [limit_s for limit_s in (self.tpot_s, self.gap_s) if limit_s is not None]
+        return min(limits_s, default=None)
+
+
+class _AloneValues:
+    """Recent values of one latency in the baseline, and their statistics.
+
+    Statistics are computed anew only after some new values, since a plan may ask in every step.
+    """
+
+    def __init__(self, prior_s: float) -> None:
+        """Start without values; ``prior_s`` is every statistic until a value is known."""
+        self._values = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
+        self._num_new = 0
+        self._statistics: dict[Statistic, float] = {}
+        self._prior_s = prior_s
+
+    def observe(self, values: Mapping[Alone, int], now_s: float) -> bool:
+        """Record values with the count of each; return True if statistics may have changed."""
+        for (_, alone_s), count in values.items():
+            self._values.add(alone_s, now_s, count)
+            self._num_new += count
+        if self._num_new <= _TAIL * self._values.count:
+            return False
+        self._num_new = 0
+        self._statistics.clear()
+        return True
+
+    def statistic(self, statistic: Statistic) -> float:
+        """Return a statistic in seconds. O(1), but O(bins log bins) after new values."""
+        if not self._values.count:
+            return self._prior_s
+        if statistic not in self._statistics:
+            self._statistics[statistic] = self._values.statistic(statistic)
+        return self._statistics[statistic]
+
+
+class _Limit:
+    """The limit of one latency: the strictest of its SLOs that the baseline can keep.
+
+    An absolute SLO that half of the baseline's values exceed is left out: keeping it would cost
+    offline work and the other targets, in vain.
     """
 
     def __init__(self, latency: Latency, slos: Sequence[Slo], prior_s: float) -> None:
-        """Start without values; ``prior_s`` is what the baseline has until one is known."""
+        """Start without values; ``prior_s`` stands for the baseline's until one is known."""
         self.slos: Final = [slo for slo in slos if slo.latency is latency]
-        is_ttft = latency is Latency.TTFT
-        self._least_share = _LEAST_OF_TTFT if is_ttft else _LEAST_OF_GAPS
-        self._alone = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
-        self._own_left = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
-        """What each request's own target leaves; infinite for none."""
+        self.alone: Final = _AloneValues(prior_s)
+        self.limit_s = math.inf
+        """The limit in seconds; infinite without one."""
 
-        self._num_new = 0
-        self._left_s = math.inf
-        self._own_left_s = math.inf
-        """What the own targets of all but the strictest hundredth of requests leave."""
-
-        self.target_s = math.inf
-        """Limit of a latency that is in time; infinite without one."""
-
-        self._renew(lambda _: prior_s, 0.0)
+        self._renew()
 
     @property
-    def added_s(self) -> float:
-        """What offline work may add to any latency; infinite if nothing bounds it."""
-        return min(self._left_s, self._own_left_s)
+    def target_s(self) -> float | None:
+        """The limit in seconds, None without one."""
+        return None if math.isinf(self.limit_s) else self.limit_s
 
     def observe(self, values: Mapping[Alone, int], now_s: float) -> None:
         """Record values that became known together, with the count of each. Amortized O(values)."""
-        for (own_s, alone_s), count in values.items():
-            self._alone.add(alone_s, now_s, count)
-            self._num_new += count
-            left_s = math.inf
-            if own_s is not None and own_s >= alone_s:  # Else it could not be met.
-                left_s = max(own_s - alone_s, own_s * self._least_share)
-            self._own_left.add(left_s, now_s, count)
-        if self._num_new > _TAIL * self._alone.count:
-            self._num_new = 0
-            self._renew(self._alone.statistic, self._alone.statistic(Statistic.P50))
-            self._own_left_s = self._own_left.quantile(_TAIL)
+        if self.alone.observe(values, now_s):
+            self._renew()
 
-    def _renew(self, statistic: Callable[[Statistic], float], median_s: float) -> None:
-        self.target_s = self._left_s = missed_s = math.inf
-        for slo in self.slos:
-            alone_s = statistic(slo.statistic)
-            limit_s = slo.limit_over_value(alone_s)
-            if slo.limit_s is None:
-                left_s = limit_s - alone_s
-            elif median_s > limit_s:
-                missed_s = min(missed_s, alone_s)
-                continue
+    def _renew(self) -> None:
+        self.limit_s = min([limit_s for _, limit_s in self._feasible()], default=math.inf)
+
+    def _feasible(self) -> list[tuple[Slo, float]]:
+        """Return the SLOs that the baseline can keep, each with its limit in seconds."""
+        alone = self.alone.statistic
+        median_s = alone(Statistic.P50)
+        limits = [(slo, slo.limit_over_value(alone(slo.statistic))) for slo in self.slos]
+        return [(slo, limit_s) for slo, limit_s in limits if median_s <= limit_s]
+
+
+class _Headroom(_Limit):
+    """A limit, and the time that it leaves above the same statistic of the baseline."""
+
+    def __init__(self, latency: Latency, slos: Sequence[Slo], prior_s: float) -> None:
+        """See ``_Limit``."""
+        self._own_left = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
+        """Seconds that each request's own target leaves; infinite without an own target."""
+
+        self.added_s = math.inf
+        """Longest time in seconds that may be added to any value; infinite without a limit."""
+
+        super().__init__(latency, slos, prior_s)
+
+    def observe(self, values: Mapping[Alone, int], now_s: float) -> None:
+        """See ``_Limit``."""
+        for (own_s, alone_s), count in values.items():
+            left_s = math.inf
+            if own_s is not None and own_s >= alone_s:  # A stricter target cannot be met.
+                left_s = max(own_s - alone_s, own_s * _LEAST_OF_TTFT)
+            self._own_left.add(left_s, now_s, count)
+        super().observe(values, now_s)
+
+    def _renew(self) -> None:
+        super()._renew()
+        alone = self.alone.statistic
+        lefts_s = []
+        for slo, limit_s in self._feasible():
+            left_s = limit_s - alone(slo.statistic)
+            if slo.tolerance is not None:
+                most_s = _MOST_OF_MEDIAN * slo.tolerance * alone(Statistic.P50)
+                lefts_s.append(min(left_s, most_s))
             else:
-                left_s = max(limit_s - alone_s, limit_s * self._least_share)
-            self.target_s = min(self.target_s, limit_s)
-            self._left_s = min(self._left_s, left_s)
-        if math.isinf(self.target_s):
-            self._left_s = self._least_share * missed_s
+                lefts_s.append(max(left_s, limit_s * _LEAST_OF_TTFT))
+        if self.slos and not lefts_s:
+            lefts_s = [_LEAST_OF_TTFT * alone(slo.statistic) for slo in self.slos]
+        if self._own_left.count:
+            lefts_s.append(self._own_left.quantile(_TAIL))
+        self.added_s = min(lefts_s, default=math.inf)
 
 
 class Allowance:
-    """Limits the time that offline work adds to steps, by what each SLO leaves.
+    """The limits that SLOs and own targets set to online latencies, by the baseline.
 
-    The deadlines of running requests already bound each step (``online_phase``). They cannot
-    account for requests that arrive during the step, nor for prompts that stall the decodes after
-    it. For these, what offline work may *add* is bounded: ``arrival_s`` and ``gap_s``.
+    Deadlines of running requests follow from ``targets`` and bound each step (``online_phase``).
+    Deadlines cannot account for a request that arrives during a step: ``arrival_s`` does.
     """
 
     def __init__(self, slos: Sequence[Slo], *, ttft_prior_s: float, gap_prior_s: float) -> None:
-        """Start without requests; the priors are what the baseline has until it is known."""
+        """Start without requests; the priors stand for the baseline's latencies until known."""
         self._ttft = _Headroom(Latency.TTFT, slos, ttft_prior_s)
-        self._tpot = _Headroom(Latency.TPOT, slos, gap_prior_s)
-        self._tbt = _Headroom(Latency.TBT, slos, gap_prior_s)
+        self._tpot = _Limit(Latency.TPOT, slos, gap_prior_s)
+        self._gap = _Limit(Latency.TBT, slos, gap_prior_s)
         self.is_relative: Final = all(slo.limit_s is None for slo in slos)
         """True when no SLO asks for other latencies than those without offline work."""
 
@@ -124,27 +189,18 @@ class Allowance:
     def arrival_s(self) -> float:
         """Longest time, in seconds, that offline work may add to the TTFT of a request that
         arrives now."""
-        # It waits for the rest of a step, and is served in another one as long.
-        return min(self._ttft.added_s, self._ttft.target_s / 2)
-
-    def gap_s(self, slack_s: float) -> float:
-        """Return the longest time, in seconds, that offline work may add to a step whose online
-        decodes could wait ``slack_s`` longer."""
-        return min(max(slack_s, 0.0), self._tpot.added_s, self._tbt.added_s)
+        # The request waits for the rest of a step, and is served in another step as long.
+        return min(self._ttft.added_s, self._ttft.limit_s / 2)
 
     @property
-    def gap_share(self) -> float:
-        """The share of the TPOT target that offline work may take of a step: 1 without one."""
-        target_s = self.targets.tpot_s
-        return 1.0 if target_s is None else self.gap_s(target_s) / target_s
+    def targets(self) -> Targets:
+        """Limits for a request without own targets."""
+        return Targets(self._ttft.target_s, self._tpot.target_s, self._gap.target_s)
 
     @property
-    def targets(self) -> SloTargets:
-        """TTFT and TPOT targets of a request that brought none of its own."""
-        ttft_s, tpot_s = self._ttft.target_s, min(self._tpot.target_s, self._tbt.target_s)
-        return SloTargets(
-            None if math.isinf(ttft_s) else ttft_s, None if math.isinf(tpot_s) else tpot_s
-        )
+    def stall_s(self) -> float:
+        """P99 gap of the baseline, in seconds: the stall of decodes behind online prompts."""
+        return self._gap.alone.statistic(Statistic.P99)
 
     def first_token(self, info: RequestInfo, alone_s: float, now_s: float) -> None:
         """Record the baseline's TTFT of a request."""
@@ -152,8 +208,7 @@ class Allowance:
 
     def gaps(self, values: Mapping[Alone, int], now_s: float) -> None:
         """Record the baseline's gaps that became known together, with the count of each."""
-        if self._tbt.slos:
-            self._tbt.observe(values, now_s)
+        self._gap.observe(values, now_s)
 
     def finished(self, info: RequestInfo, alone_s: float, now_s: float) -> None:
         """Record the baseline's TPOT of a request that has ended."""

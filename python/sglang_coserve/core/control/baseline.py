@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from sglang_coserve.core.control.shadow_kv import ShadowKv
 from sglang_coserve.core.control.slo_monitor import TokenTimes
+from sglang_coserve.core.prefix_tree import Node
 from sglang_coserve.core.step_stats import StepStats
 
 _MOST_WAIT_S: Final = 60.0
@@ -31,6 +33,12 @@ class EngineSize:
     mixes_decodes: bool = False
     """Decodes run in the same step as prompts, instead of after them."""
 
+    page_tokens: int = 1
+    """KV is allocated in pages of this many tokens."""
+
+    keeps_prefixes: bool = True
+    """False without a prefix cache: no request finds the KV of another."""
+
     overlaps: bool = False
     """Each step is planned when the one before it begins."""
 
@@ -51,17 +59,25 @@ class EngineSize:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BaselineRequest(TokenTimes):
-    """A request, with the times of its tokens without offline work."""
+    """A request, with the times of its tokens and its KV without offline work."""
 
     arrival_s: float
     prompt_left_tokens: int
-    """Prompt tokens still to be computed in the baseline: at first all of them."""
+    """Prompt tokens still to be computed, at first the whole prompt."""
+
+    token_ids: bytes = b""
+    """Its prompt, packed (``pack_tokens``); once it has ended, its output, too. Empty if unknown:
+    the request then shares no prefix."""
 
     context_tokens: int = 0
-    """Tokens with KV in the baseline."""
+    """Tokens with KV."""
 
-    cached_tokens: int = 0
-    """How many of them the prefix cache held when it arrived."""
+    found_tokens: int | None = None
+    """Prompt tokens that were in the cache when the request began; None until then, and if its
+    token ids were unknown."""
+
+    lock: Node | None = None
+    """End of its prefix in the cache; None while it holds no KV."""
 
     known_tokens: int = 0
     """Output tokens that the real engine has generated."""
@@ -105,24 +121,25 @@ class Baseline(Generic[R]):
 
     It runs the steps that SGLang would run: prompts in order of arrival up to the chunk size,
     without decodes unless they are mixed; if no prompt waits, every decode. A latency model
-    gives the duration of each step. Under overlap scheduling a step is planned when the one before
-    it begins, so that who arrives meanwhile waits for both. How many tokens a request generates is
-    known only once the real engine has generated them, so a decode step is delayed until all the
+    gives the duration of each step. Under overlap scheduling the next step is planned when a step
+    begins, so a request that arrives during the step waits for both. The length of an output is
+    known only once the real engine has generated it, so a decode step is delayed until all the
     tokens that it would produce are known. The real engine serves the same requests and more, so it
-    lags behind, and the delay is short: mostly the step that the real engine is running. Requests
-    of which nothing is heard for a minute are given up, so that they do not stop it for all others.
+    lags behind, and the delay is short: mostly the step that the real engine is running. A request
+    without news for a minute is given up, because it would stop the simulation of all others.
 
-    KV that the prefix cache held of a prompt counts once, not for each request that shares it:
-    requests hold their own tokens, and together the longest of their cached prefixes. So where
-    they use several prefixes, the baseline has a little more room than an engine.
+    Requests find the prefixes that online requests alone would have left in the cache
+    (``ShadowKv``), whatever offline work has evicted from the real cache.
 
     Each simulated step costs O(its requests); amortized, there is one for each real step with
     online requests.
     """
 
-    def __init__(self, size: EngineSize) -> None:
+    def __init__(self, size: EngineSize, kv: ShadowKv | None = None) -> None:
+        """Start without requests. ``kv`` is shared by the micro-batches of an engine."""
         assert min(size.chunk_tokens, size.max_requests, size.kv_tokens) > 0
         self._size = size
+        self._kv = kv or shadow_kv(size)
         self._clock_s = 0.0
         self._began_s = 0.0
         """When the last step began."""
@@ -133,6 +150,9 @@ class Baseline(Generic[R]):
 
         self._decoding: list[R] = []
         """A new list after each change, so that a step keeps those that it had."""
+
+        self._num_begun = 0
+        """Requests that hold KV."""
 
         self._awaited: R | None = None
         self._awaited_since_s = 0.0
@@ -149,14 +169,8 @@ class Baseline(Generic[R]):
         """How many of its requests decode."""
         return len(self._decoding)
 
-    def arrived(self, request: R, cached_tokens: int = 0) -> None:
-        """Add an online request, a new one; to be called in order of arrival. O(1).
-
-        ``cached_tokens`` of its prompt are in the prefix cache.
-        """
-        request.cached_tokens = min(cached_tokens, request.prompt_left_tokens - 1)
-        request.context_tokens = request.cached_tokens
-        request.prompt_left_tokens -= request.cached_tokens
+    def arrived(self, request: R) -> None:
+        """Add an online request, a new one; to be called in order of arrival. O(1)."""
         request.is_in = True
         self._num_requests += 1
         self._waiting.append(request)
@@ -220,6 +234,7 @@ class Baseline(Generic[R]):
             self._awaited = None
         self._began_s, self._clock_s = start_s, (end_s := start_s + predict(stats))
         before_s = [decode.last_s for decode in decodes]
+        self._kv.generated(len(decodes))
         for decode in decodes:
             decode.context_tokens += 1
             decode.tokens += 1
@@ -230,6 +245,7 @@ class Baseline(Generic[R]):
             request.prompt_left_tokens -= count
             if request.prompt_left_tokens == 0:
                 self._waiting.popleft()
+                self._kv.share(request)
                 request.came(end_s)
                 first.append(request)
         complete = [one for one in (*decodes, *first) if one.has_ended and one.has_all]
@@ -260,6 +276,8 @@ class Baseline(Generic[R]):
             return
         for request in self._gone:
             self._leave(request)
+            self._num_begun -= request.lock is not None
+            self._kv.release(request, self._clock_s)
         if any(request.prompt_left_tokens for request in self._gone):
             self._waiting = deque(request for request in self._waiting if request.is_in)
         self._gone.clear()
@@ -275,24 +293,29 @@ class Baseline(Generic[R]):
             return chunks
         budget = self._size.chunk_tokens
         num_requests = len(self._decoding)
-        # Which of the cached tokens two requests share is not known; a system prompt, all of them.
-        own = sum([decode.context_tokens - decode.cached_tokens for decode in self._decoding])
-        cached = max([decode.cached_tokens for decode in self._decoding], default=0)
         for request in self._waiting:
             if budget == 0 or request.arrival_s > planned_s:
                 break
-            with_cached = max(cached, request.cached_tokens)
-            with_own = own + request.context_tokens - request.cached_tokens
-            with_own += request.prompt_left_tokens
-            is_full = with_own + with_cached > self._size.kv_tokens and (chunks or self._decoding)
-            if is_full or num_requests == self._size.max_requests:
+            if num_requests == self._size.max_requests or not self._begin(request, planned_s):
                 return None if any(map(_may_have_ended, self._decoding)) else chunks
             count = min(budget, request.prompt_left_tokens)
             chunks.append((request, count))
             budget -= count
             num_requests += 1
-            own, cached = with_own, with_cached
         return chunks
+
+    def _begin(self, request: R, planned_s: float) -> bool:
+        """Give a request its KV, if it has none yet; return False if there is too little room."""
+        if request.lock is not None:
+            return True
+        self._num_begun += self._kv.begin(request, planned_s, must_fit=self._num_begun > 0)
+        request.found_tokens = request.context_tokens if request.token_ids else None
+        return request.lock is not None
+
+
+def shadow_kv(size: EngineSize) -> ShadowKv:
+    """Return the empty KV of an engine."""
+    return ShadowKv(size.kv_tokens, size.page_tokens, keeps_prefixes=size.keeps_prefixes)
 
 
 def _may_have_ended(request: BaselineRequest) -> bool:

@@ -66,12 +66,13 @@ class BillReport:
 class Bill:
     """Adds up the delays of online requests, and charges them to jobs.
 
-    A request's first token is charged to what ran from its arrival until then, the rest to
-    what ran from there to its last token, in proportion to the time. Where nothing ran
-    meanwhile, a delay is that of the requests before it, and goes to all offline work since
-    the engine last had no online request, with the step that ran then. Was there none,
-    whatever the difference is has other reasons, and nobody is billed. Of very many jobs only those
-    that ran last are charged.
+    The delay of a first token goes to the offline work between the request's arrival and that
+    token, in proportion to the time. The delay of the other tokens goes to the offline work from
+    there to the last token. If no offline work ran then, earlier requests were delayed and delayed
+    this one: the delay goes to all offline work since the engine last had no online request, and to
+    the step that ran when the first of them came. If there was none either, nobody is billed,
+    because the delay has other reasons. An evicted prefix is an exception: its delay goes to the
+    last offline work before. Of very many jobs, only the jobs that ran last are charged.
     """
 
     def __init__(self) -> None:
@@ -116,13 +117,16 @@ class Bill:
         """Return the work so far; O(jobs told apart)."""
         return dict(self._work_s)
 
-    def charge(self, delay: Delay, arrived: WorkMark, first: WorkMark) -> bool:
+    def charge(
+        self, delay: Delay, arrived: WorkMark, first: WorkMark, *, lost_prefix: bool = False
+    ) -> bool:
         """Bill an online request that has ended in the engine and in the baseline.
 
-        ``arrived`` and ``first`` are the work when it arrived and at its first token. Return False
-        when there was no offline work that could have delayed it. O(jobs told apart).
+        ``arrived`` and ``first`` are the work when it arrived and at its first token.
+        ``lost_prefix`` says that the engine computed tokens that were cached in the baseline.
+        Return False when there was no offline work that could have delayed it. O(jobs told apart).
         """
-        now = self.mark()
+        now = self.mark() or (dict(self._last_s) if lost_prefix else {})
         if not now:
             return False
         self._requests += 1

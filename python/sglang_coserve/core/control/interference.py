@@ -10,8 +10,16 @@ from typing import Final
 
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.control.allowance import Allowance, Alone
-from sglang_coserve.core.control.baseline import Baseline, BaselineRequest, EngineSize
+from sglang_coserve.core.control.baseline import (
+    Baseline,
+    BaselineRequest,
+    EngineSize,
+    shadow_kv,
+)
 from sglang_coserve.core.control.bill import Bill, Delay, WorkMark
+from sglang_coserve.core.control.cache_comparison import CacheComparison
+from sglang_coserve.core.control.objective import Objective
+from sglang_coserve.core.control.shadow_kv import ShadowKv
 from sglang_coserve.core.control.slo import Slo, request_targets
 from sglang_coserve.core.control.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.latency_model.model import LatencyModel
@@ -38,6 +46,8 @@ class _Watched(BaselineRequest):
     """What the bill knew of offline work when it arrived and at its first token."""
 
     measured: TokenTimes = field(default_factory=TokenTimes)
+    computed_tokens: int = 0
+    """Prompt tokens that the engine has computed."""
 
 
 class Interference:
@@ -49,26 +59,41 @@ class Interference:
     """
 
     def __init__(
-        self, slos: Sequence[Slo], model: LatencyModel | None, engine: EngineSize | None = None
+        self,
+        slos: Sequence[Slo],
+        model: LatencyModel | None,
+        engine: EngineSize | None = None,
+        *,
+        stream_slowdown: float | None = None,
     ) -> None:
-        """Start without requests.
+        """Start without requests; ``slos`` and ``stream_slowdown`` come from an ``Objective``.
 
         Until baseline latencies are known, the TTFT is assumed to be the predicted time of a prompt
-        of one token, and the gap that of a single decode: the least that they can be. Without a
-        ``model`` to predict them there is no baseline, and the allowance bounds nothing.
+        of one token, and the gap the predicted time of a single decode. Both are lower bounds.
+        Without a ``model`` to predict them there is no baseline, and the allowance bounds nothing.
         """
         absolute = [slo for slo in slos if slo.limit_s is not None]
-        self.monitor: Final = SloMonitor(request_targets(absolute), slos)
+        paces = Objective(tuple(slos), stream_slowdown).bounds_streams
+        self.monitor: Final = SloMonitor(
+            request_targets(absolute), slos, stream_slowdown=stream_slowdown if paces else None
+        )
         """Judges the requests that ended."""
 
         self._baselines: list[Baseline[_Watched]] = []
         """One for each micro-batch, which has an equal part of the engine. That the slowest
         micro-batch delays the others is ignored, so the baseline is a little too fast."""
 
+        self.kv: ShadowKv | None = None
+        """KV of the baseline; None without a baseline."""
+
+        self.cache: Final = CacheComparison()
+        """Prompt tokens found in the caches of engine and baseline; zeros without a baseline."""
+
         ttft_s = gap_s = 0.0
         if model is not None:
             engine = engine or EngineSize()
-            self._baselines = [Baseline(engine.share) for _ in range(engine.micro_batches)]
+            kv = self.kv = shadow_kv(engine)
+            self._baselines = [Baseline(engine.share, kv) for _ in range(engine.micro_batches)]
             ttft_s, gap_s = model.predict(StepStats.of([(1, 0)])), fixed_s(model)
         self.allowance: Final = Allowance(
             slos if self._baselines else (), ttft_prior_s=ttft_s, gap_prior_s=gap_s
@@ -95,15 +120,20 @@ class Interference:
         """How many online requests decode in the baseline, which is a little behind."""
         return sum(baseline.num_decodes for baseline in self._baselines)
 
+    def flushed(self) -> None:
+        """Empty the prefix cache of the baseline."""
+        if self.kv is not None:
+            self.kv.flush()
+
     def __len__(self) -> int:
         return len(self._watched)
 
     def arrived(
-        self, info: RequestInfo, cached_tokens: int = 0, *, beside_offline: bool = False
+        self, info: RequestInfo, token_ids: bytes = b"", *, beside_offline: bool = False
     ) -> None:
         """Start to track an online request; ignored if it is offline or tracked already.
 
-        ``cached_tokens`` of its prompt are in the prefix cache. ``beside_offline``: the engine has
+        ``token_ids`` is its prompt, packed; empty if unknown. ``beside_offline``: the engine has
         offline requests. O(jobs that the bill tells apart).
         """
         if not info.is_online or info.rid in self._live:
@@ -116,6 +146,7 @@ class Interference:
         watched = self._live[info.rid] = _Watched(
             arrival_s=info.arrival_s,
             prompt_left_tokens=info.prompt_tokens,
+            token_ids=token_ids,
             info=info,
             baseline=baseline,
             arrived_work=work,
@@ -123,11 +154,16 @@ class Interference:
         )
         self._watched.add(watched)
         if baseline is not None:
-            baseline.arrived(watched, cached_tokens)
+            baseline.arrived(watched)
 
     def worked(self, offline_s: float, jobs: Sequence[JobTokens]) -> None:
         """Record the time that a step spent on offline requests, before its tokens. O(jobs)."""
         self._bill.worked(offline_s, jobs)
+
+    def computed(self, rid: str, tokens: int) -> None:
+        """Record that the engine computed prompt tokens of a request. O(1)."""
+        if rid in self._live:
+            self._live[rid].computed_tokens += tokens
 
     def produced(self, rid: str, now_s: float) -> None:
         """Record a token of a request; ignored if it is not tracked. O(1)."""
@@ -137,17 +173,24 @@ class Interference:
             return
         if not watched.measured.tokens:
             watched.first_work = self._bill.mark()
-        elif self.monitor.needs_gaps:
+            if watched.tokens:
+                self._count_cached(watched)
+        else:
             self.monitor.gap(watched.info, watched.measured.last_s, now_s)
         watched.measured.came(now_s)
         watched.known_tokens += 1
 
-    def ended(self, rid: str, ending: Ending) -> None:
-        """Record that a request has ended; ignored if it is not tracked. O(1)."""
+    def ended(self, rid: str, ending: Ending, token_ids: bytes = b"") -> None:
+        """Record that a request has ended; ignored if it is not tracked. O(1).
+
+        ``token_ids`` are its prompt and output, packed; empty if unknown.
+        """
         watched = self._live.pop(rid, None)
         if watched is None:
             return
         baseline = watched.baseline
+        if token_ids:
+            watched.token_ids = token_ids
         if ending is Ending.COMPLETE:
             if baseline is None or not watched.is_in:
                 self._judge(watched)  # The baseline has given it up, if there is one.
@@ -174,17 +217,19 @@ class Interference:
         gaps: Counter[Alone] = Counter()
         for baseline in self._baselines:
             for end_s, decoded, before_s, first, complete in baseline.advance(predict, now_s):
-                if self.monitor.needs_gaps and decoded:
+                if decoded:
                     own_s = [watched.info.tpot_target_s for watched in decoded]
                     # Almost all of them had their last token in the same step.
                     equal = Counter(zip(own_s, before_s, strict=True))
                     for (target_s, last_s), count in equal.items():
                         gaps[target_s, end_s - last_s] += count
-                        if target_s is None:
-                            self.monitor.gaps_alone(end_s - last_s, end_s, count)
+                        has_target = target_s is not None
+                        self.monitor.gaps_alone(end_s - last_s, end_s, count, has_target=has_target)
                 for watched in first:
                     info = watched.info
                     self.allowance.first_token(info, end_s - info.arrival_s, self._now_s)
+                    if watched.measured.tokens:
+                        self._count_cached(watched)
                 for watched in complete:
                     self._judge(watched, alone=watched)
         if gaps:
@@ -195,6 +240,12 @@ class Interference:
                 late.baseline.drop(late)
                 self._judge(late)
 
+    def _count_cached(self, watched: _Watched) -> None:
+        """Compare the caches, once a request has its first token in the engine and alone."""
+        if watched.found_tokens is not None:
+            prompt_tokens = watched.info.prompt_tokens
+            self.cache.add(prompt_tokens, watched.computed_tokens, watched.found_tokens)
+
     def _judge(self, watched: _Watched, alone: TokenTimes | None = None) -> None:
         self._watched.remove(watched)
         info, measured = watched.info, watched.measured
@@ -204,7 +255,11 @@ class Interference:
             # Where the baseline gave it up, its delay may have any reason: nothing is learned.
             ttft_s, total_s = measured.first_s - alone.first_s, measured.last_s - alone.last_s
             delay = Delay(ttft_s, total_s, info.rid, measured.last_s)
-            self._bill.charge(delay, watched.arrived_work, watched.first_work)
+            found_tokens = watched.found_tokens or 0
+            lost_prefix = watched.computed_tokens > info.prompt_tokens - found_tokens
+            self._bill.charge(
+                delay, watched.arrived_work, watched.first_work, lost_prefix=lost_prefix
+            )
             if measured.tokens > 1:
                 self.allowance.finished(info, alone.tpot_s, self._now_s)
         self.monitor.finished(info, measured, alone)

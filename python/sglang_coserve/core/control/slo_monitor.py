@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from sglang_coserve.core.control.latency_comparison import LatencyComparison, StreamStanding
+from sglang_coserve.core.control.recent_values import SlicedValues
 from sglang_coserve.core.control.slo import Latency, Slo, format_slo
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets, milliseconds, summarize
@@ -66,6 +69,10 @@ class SloReport:
     """The attainment in the no-interference baseline; None if unknown."""
 
     standings: tuple[SloStanding, ...]
+    latencies: Mapping[str, LatencyComparison]
+    """Latencies of all online requests by name: ttft, tpot, tbt and e2e."""
+
+    streams: StreamStanding
 
     @property
     def reason(self) -> str | None:
@@ -93,6 +100,8 @@ class SloReport:
             "measured": [standing.to_dict() for standing in self.standings],
             "feasible": reason is None,
             "reason": reason,
+            "latencies": {name: each.to_dict() for name, each in self.latencies.items()},
+            "streams": self.streams.to_dict(),
         }
 
 
@@ -117,12 +126,27 @@ class TokenTimes:
         return (self.last_s - self.first_s) / (self.tokens - 1)
 
 
-class _Judged(NamedTuple):
-    """A request that has ended, in the engine or in the baseline; None where undefined."""
+class _Latencies(NamedTuple):
+    """Latencies of a request that has ended, in the engine or in the baseline, and whether its
+    targets were met; None where undefined."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+    e2e_s: float | None = None
     is_met: bool | None = None
+
+
+class _Ended(NamedTuple):
+    """An online request that has ended."""
+
+    at_s: float
+    own_targets: SloTargets
+    measured: _Latencies
+    alone: _Latencies
+
+
+_REQUEST_LATENCIES: Final = ("ttft", "tpot", "e2e")
+"""Names of the latencies with one value for each request."""
 
 
 class SloMonitor:
@@ -141,34 +165,48 @@ class SloMonitor:
         targets: SloTargets,
         slos: Sequence[Slo] = (),
         *,
+        stream_slowdown: float | None = None,
         max_requests: int = 512,
         max_gaps: int = 8192,
         span_s: float = 600.0,
     ) -> None:
         """Start with an empty window of the last values, none older than ``span_s``.
 
-        ``targets`` and ``slos`` are those of requests that have none of their own.
+        ``targets`` and ``slos`` judge requests without own targets.
+        ``stream_slowdown`` is the promised pace of streams (``Objective``); None without a pace.
         """
         self._targets = targets
         self.slos: Final = tuple(slos)
+        self._stream_limit = None if stream_slowdown is None else 1 + stream_slowdown
         self._span_s = span_s
-        # Each with its time; requests as measured and in the baseline.
-        self._requests: deque[tuple[float, _Judged, _Judged]] = deque(maxlen=max_requests)
+        self._requests: deque[_Ended] = deque(maxlen=max_requests)
+        self._judges_gaps = any(slo.latency is Latency.TBT for slo in slos)
         self._gaps: deque[tuple[float, float]] = deque(maxlen=max_gaps)
         self._gaps_alone: deque[tuple[float, float]] = deque(maxlen=max_gaps)
+        """The last gaps that SLOs judge, each with its time."""
+
+        self._all_gaps = SlicedValues(span_s)
+        self._all_gaps_alone = SlicedValues(span_s)
         self._next_warning_s = -math.inf
-        self.needs_gaps: Final = any(slo.latency is Latency.TBT for slo in slos)
-        """True when an SLO bounds TBT, so that ``gap`` must be called."""
 
     def gap(self, info: RequestInfo, last_token_s: float, at_s: float) -> None:
-        """Record the gap before a token other than the first."""
-        if info.tpot_target_s is None:
-            self._gaps.append((at_s, at_s - last_token_s))
+        """Record the gap before a token other than the first; none between tokens that came
+        together."""
+        gap_s = at_s - last_token_s
+        if gap_s <= 0:
+            return
+        self._all_gaps.add(gap_s, at_s)
+        if self._judges_gaps and info.tpot_target_s is None:
+            self._gaps.append((at_s, gap_s))
 
-    def gaps_alone(self, gap_s: float, at_s: float, count: int) -> None:
-        """Record gaps in the baseline that are equally long and ended together, of requests
-        without a TPOT target of their own."""
-        self._gaps_alone.extend([(at_s, gap_s)] * count)
+    def gaps_alone(self, gap_s: float, at_s: float, count: int, *, has_target: bool) -> None:
+        """Record gaps in the baseline that are equally long and ended together.
+
+        ``has_target``: their requests have a TPOT target of their own.
+        """
+        self._all_gaps_alone.add(gap_s, at_s, count)
+        if self._judges_gaps and not has_target:
+            self._gaps_alone.extend([(at_s, gap_s)] * count)
 
     def finished(
         self, info: RequestInfo, measured: TokenTimes, alone: TokenTimes | None = None
@@ -177,52 +215,61 @@ class SloMonitor:
 
         ``alone`` are their times in the baseline; None if unknown.
         """
-        judged_alone = _Judged() if alone is None else self._judged(info, alone)
-        self._requests.append((measured.last_s, self._judged(info, measured), judged_alone))
+        known = _Latencies() if alone is None else self._latencies(info, alone)
+        self._add(info, measured.last_s, self._latencies(info, measured), known)
 
     def failed(self, info: RequestInfo, now_s: float, measured: TokenTimes) -> None:
         """Record an online request that was refused, shed or aborted by the server. O(1).
 
         It counts as a miss; the latencies of its tokens so far are included (``docs/metrics.md``).
         """
-        judged = self._judged(info, measured)
-        is_met = None if judged.is_met is None else False
-        self._requests.append((now_s, judged._replace(is_met=is_met), _Judged()))
+        found = self._latencies(info, measured)
+        is_met = None if found.is_met is None else False
+        self._add(info, now_s, found._replace(e2e_s=None, is_met=is_met), _Latencies())
 
     def report(self, now_s: float) -> SloReport:
         """Return the judgement of the requests in the window. O(window log window)."""
         since_s = now_s - self._span_s
-        recent = [row for row in self._requests if row[0] > since_s]
-        measured, alone = [row[1] for row in recent], [row[2] for row in recent]
-        standings = []
-        for slo in self.slos:
-            if slo.latency is Latency.TBT:
-                values, values_alone = (
-                    [gap_s for at_s, gap_s in gaps if at_s > since_s]
-                    for gaps in (self._gaps, self._gaps_alone)
-                )
-            else:
-                name = f"{slo.latency.value}_s"
-                values, values_alone = (
-                    [value for one in judged if (value := getattr(one, name)) is not None]
-                    for judged in (measured, alone)
-                )
-            alone_s = slo.statistic.of(summarize(values_alone))
-            limit_s = slo.limit_over_value(alone_s)
-            is_over = alone_s is not None and alone_s > limit_s
-            misses = sum(value_s > limit_s for value_s in values_alone)
-            standings.append(
-                SloStanding(
-                    slo,
-                    limit_s,
-                    len(values),
-                    measured_s=slo.statistic.of(summarize(values)),
-                    alone_s=alone_s,
-                    is_feasible=not is_over or misses < _LEAST_MISSES,
-                )
+        recent = [request for request in self._requests if request.at_s > since_s]
+        standings = tuple(self._standing(slo, recent, since_s) for slo in self.slos)
+        latencies = {
+            name: LatencyComparison.of(_pairs(recent, f"{name}_s")) for name in _REQUEST_LATENCIES
+        }
+        latencies["tbt"] = LatencyComparison.within(self._all_gaps, self._all_gaps_alone, now_s)
+        streams = [request for request in recent if request.own_targets.tpot_s is None]
+        return SloReport(
+            self._targets,
+            len(recent),
+            _share_met([request.measured for request in recent]),
+            _share_met([request.alone for request in recent]),
+            standings,
+            latencies,
+            StreamStanding.of(_pairs(streams, "tpot_s"), self._stream_limit),
+        )
+
+    def _standing(self, slo: Slo, recent: Sequence[_Ended], since_s: float) -> SloStanding:
+        if slo.latency is Latency.TBT:
+            values, values_alone = (
+                [gap_s for at_s, gap_s in gaps if at_s > since_s]
+                for gaps in (self._gaps, self._gaps_alone)
             )
-        attained, attained_alone = (_share_met(judged) for judged in (measured, alone))
-        return SloReport(self._targets, len(recent), attained, attained_alone, tuple(standings))
+        else:
+            name = f"{slo.latency.value}_s"
+            pairs = _pairs([one for one in recent if getattr(one.own_targets, name) is None], name)
+            values = [here_s for here_s, _ in pairs if here_s is not None]
+            values_alone = [alone_s for _, alone_s in pairs if alone_s is not None]
+        alone_s = slo.statistic.of(summarize(values_alone))
+        limit_s = slo.limit_over_value(alone_s)
+        is_over = alone_s is not None and alone_s > limit_s
+        misses = sum(value_s > limit_s for value_s in values_alone)
+        return SloStanding(
+            slo,
+            limit_s,
+            len(values),
+            measured_s=slo.statistic.of(summarize(values)),
+            alone_s=alone_s,
+            is_feasible=not is_over or misses < _LEAST_MISSES,
+        )
 
     def warning(self, now_s: float) -> str | None:
         """Return a warning if an SLO is infeasible.
@@ -234,20 +281,31 @@ class SloMonitor:
         self._next_warning_s = now_s + _WARNING_INTERVAL_S
         return self.report(now_s).reason
 
-    def _judged(self, info: RequestInfo, times: TokenTimes) -> _Judged:
-        """Return the latencies that SLOs judge, and whether its targets are kept, if any."""
+    def _add(self, info: RequestInfo, at_s: float, measured: _Latencies, alone: _Latencies) -> None:
+        own_targets = SloTargets(info.ttft_target_s, info.tpot_target_s)
+        self._requests.append(_Ended(at_s, own_targets, measured, alone))
+
+    def _latencies(self, info: RequestInfo, times: TokenTimes) -> _Latencies:
+        """Return the latencies of a request that has ended, and whether it met its targets."""
         assert info.is_online, f"{info.rid} is offline"
-        own_ttft_s, own_tpot_s = info.ttft_target_s, info.tpot_target_s
-        targets = SloTargets(own_ttft_s or self._targets.ttft_s, own_tpot_s or self._targets.tpot_s)
+        targets = SloTargets(
+            info.ttft_target_s or self._targets.ttft_s, info.tpot_target_s or self._targets.tpot_s
+        )
         ttft_s = times.first_s - info.arrival_s if times.tokens else None
         tpot_s = times.tpot_s if times.tokens > 1 else None
-        return _Judged(
-            ttft_s if own_ttft_s is None else None,
-            tpot_s if own_tpot_s is None else None,
+        return _Latencies(
+            ttft_s,
+            tpot_s,
+            times.last_s - info.arrival_s if times.tokens else None,
             None if targets == SloTargets() else targets.kept_by(ttft_s, tpot_s),
         )
 
 
-def _share_met(judged: Sequence[_Judged]) -> float | None:
-    met = [one.is_met for one in judged if one.is_met is not None]
+def _pairs(requests: Sequence[_Ended], name: str) -> list[tuple[float | None, float | None]]:
+    """Return a latency of each request, as measured and alone."""
+    return list(map(attrgetter(f"measured.{name}", f"alone.{name}"), requests))
+
+
+def _share_met(found: Sequence[_Latencies]) -> float | None:
+    met = [one.is_met for one in found if one.is_met is not None]
     return sum(met) / len(met) if met else None

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 
-from sglang_coserve.core.latency_model.linear import FEATURE_SETS, LinearModel
 from sglang_coserve.core.latency_model.machine import Hardware
 from sglang_coserve.core.latency_model.model import FitReport, LatencyModel
 from sglang_coserve.core.latency_model.model_shape import ModelShape
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.validation import JsonDocument, read_json
@@ -35,6 +35,8 @@ class LatencyProfile:
 
     tp_size: int
     sglang_version: str
+    attention_backend: str = ""
+    """SGLang's attention backend; empty in profiles of earlier versions."""
 
     def to_json(self) -> str:
         """Return the profile as indented JSON, from which ``from_json`` makes an equal one."""
@@ -45,6 +47,7 @@ class LatencyProfile:
             "model": self.model,
             "tp_size": self.tp_size,
             "sglang_version": self.sglang_version,
+            "attention_backend": self.attention_backend,
             "fit_report": None if self.report is None else asdict(self.report),
             "form": self.latency_model.form(),
             "coefficients": dict(self.latency_model.coefficients),
@@ -85,6 +88,7 @@ class LatencyProfile:
             document.model,
             document.tp_size,
             document.sglang_version,
+            document.attention_backend,
         )
 
 
@@ -103,11 +107,12 @@ class _Profile(JsonDocument, Generic[F]):
     """A profile; its form depends on its kind."""
 
     schema_version: Annotated[int, AfterValidator(_this_version)]
-    kind: Literal["linear", "polynomial", "roofline", "split_linear"]
+    kind: Literal["polynomial", "roofline"]
     hardware: str
     model: str
     tp_size: PositiveInt
     sglang_version: str
+    attention_backend: str = ""
     fit_report: FitReport | None = None
     form: F
     coefficients: dict[str, NonNegativeFloat]
@@ -137,8 +142,5 @@ def _form(kind: str, text: str, source: str) -> LatencyModel:
             return RooflineModel.from_datasheet(form.shape, form.hardware, tp_size=form.tp_size)
         except ConfigError as error:
             raise InputFileError(f"{source}: form.tp_size: {error}") from error
-    features = FEATURE_SETS[kind]
-    if not features.replay_coefficients:
-        return LinearModel.of(features)
     sizes = read_json(_Profile[_GraphForm], text, source).form.captured_batch_sizes
-    return LinearModel.of(features, captured_batch_sizes=sizes)
+    return PolynomialModel.of(captured_batch_sizes=sizes)

@@ -36,7 +36,7 @@ def fit_rescaled(start: M, table: SampleTable) -> M:
     The unknowns are the logarithms of the changes of the coefficients, which keeps them positive
     and independent of units. A coefficient of zero stays zero.
     """
-    # Only fits need scipy, as in ``linear``.
+    # Only fits need scipy, as in ``polynomial``.
     from scipy.optimize import least_squares
 
     size = len(start.coefficients)

@@ -100,7 +100,7 @@ class RooflineModel(LatencyModel):
     The coefficients are the inverses of those in the paper's Table 4, so that all of
     them are seconds per unit: of F_g, M_g, F_ap, F_ad, M_a, B_c, O_p and O_d, in this order. A
     batch with prefills and decodes pays the larger of the two static overheads, O. Each request
-    adds a cost of its own, which the paper does not have (see ``CONSERVE``). Built from the
+    adds a cost of its own, which the paper does not have (see ``PolynomialModel``). Built from the
     model's config and the device's datasheet, it can predict before anything was
     measured; ``fit`` replaces the assumed efficiencies by measured ones.
     """

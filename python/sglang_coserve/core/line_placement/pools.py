@@ -17,7 +17,7 @@ from sglang_coserve.core.migration import requests_to_pull
 
 _ARRIVES_S: Final = 10.0
 """A line that was taken over may be silent for so long: an engine gives up reading its KV then
-(``srt.scheduler.request_moves``). Later it waits for room like any other."""
+(``srt.kv_moves.request_moves``). Later it waits for room like any other."""
 
 
 class Move(NamedTuple):

@@ -35,7 +35,7 @@ def is_stuck(batch: StepBuilder) -> bool:
 
     This happens when it began with fewer online decodes, or when offline work could add more.
     """
-    target_s = batch.targets.tpot_s
+    target_s = batch.targets.token_s
     return target_s is not None and not reaches_safepoint(batch, _left_s(batch, target_s))
 
 
@@ -65,8 +65,8 @@ def longest_s(batch: StepBuilder) -> float:
     may have to go on between the decodes of requests that arrive later.
     """
     gap_s = math.inf
-    if batch.targets.tpot_s is not None:
-        gap_s = batch.targets.tpot_s - fixed_s(batch.model) - batch.context.resume_s
+    if batch.targets.token_s is not None:
+        gap_s = batch.targets.token_s - fixed_s(batch.model) - batch.context.resume_s
     return min(max(gap_s, 0.0), batch.context.allowance.arrival_s)
 
 
@@ -95,4 +95,4 @@ def is_late_behind(
 
 def _left_s(batch: StepBuilder, slack_s: float) -> float:
     decodes_s = batch.model.predict(batch.online_decode_stats)
-    return batch.context.allowance.gap_s(slack_s * batch.context.timely - decodes_s)
+    return max(slack_s * batch.context.timely - decodes_s, 0.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple
 
+from sglang_coserve.core.control.shadow_kv import UNPROTECTED, Protection
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
@@ -51,15 +53,22 @@ class StepMemory:
     the slots of its chunk, and in the long run no more than a window.
     """
 
-    def __init__(self, snapshot: EngineSnapshot, victims: Callable[[], Sequence[Request]]) -> None:
+    def __init__(
+        self,
+        snapshot: EngineSnapshot,
+        victims: Callable[[], Sequence[Request]],
+        protection: Protection = UNPROTECTED,
+    ) -> None:
         """Count what is free, less the next tokens of other micro-batches.
 
         Offline requests are retracted if these need more than there is. O(requests elsewhere).
         ``victims`` returns them in the order in which they are to be retracted; it is called once,
-        when memory is short.
+        when memory is short. ``protection`` is KV that only online requests take.
         """
         self._snapshot = snapshot
+        self._protection = protection
         self._page_tokens = snapshot.page_tokens
+        self._chunk_rules = snapshot.chunk_rules
         self.free_slots = snapshot.free_slots
         self.free_kv_tokens = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens
         self._free_window_tokens = snapshot.free_window_tokens
@@ -78,7 +87,7 @@ class StepMemory:
         if snapshot.elsewhere:
             self.free_kv_tokens -= self.kv_to_decode(snapshot.elsewhere)
             offline = [one for one in snapshot.elsewhere if not one.info.is_online]
-            self._kv_elsewhere = sum(map(self._own_kv, offline))
+            self._kv_elsewhere = sum(map(self.own_kv, offline))
             if self.free_kv_tokens < 0:
                 for victim in self._remaining_victims():
                     self.retract(victim, 0)
@@ -104,9 +113,17 @@ class StepMemory:
         return self._whole_pages(prompt.context_tokens + prompt.rest_tokens) - held_tokens
 
     def align_chunk(self, prompt: Prompt, tokens: int) -> int:
-        """Return the chunk length, shortened to a page boundary unless it ends the prompt."""
+        """Return the chunk length, shortened to what the engine computes of a prompt in one step.
+
+        A chunk that does not end the prompt ends at a page boundary, and keeps the chunk rules.
+        """
+        rules, page = self._chunk_rules, self._page_tokens
         if tokens < prompt.rest_tokens:
-            tokens -= (prompt.context_tokens + tokens) % self._page_tokens
+            if not rules.may_cut:
+                return 0
+            if rules.align_tokens > 1:
+                tokens -= tokens % math.lcm(rules.align_tokens, page)
+            tokens -= (prompt.context_tokens + tokens) % page
         return max(tokens, 0)
 
     def has_room(self, kv_tokens: int, slots: int = 0, *, requests: int = 1) -> bool:
@@ -120,10 +137,42 @@ class StepMemory:
 
     @cached_property
     def all_kv_tokens(self) -> int:
-        """All KV but that of a suspended step and of other micro-batches. O(requests)."""
+        """All KV but that of other micro-batches. O(requests)."""
         seen = self._snapshot
         held_tokens = sum([request.computed_tokens for request in seen.admitted])
+        free_tokens = seen.free_kv_tokens + seen.evictable_kv_tokens
+        return free_tokens + held_tokens + self._suspended_tokens
+
+    @property
+    def _suspended_tokens(self) -> int:
+        """KV of the suspended step, all of offline requests."""
+        suspended = self._snapshot.suspended
+        return 0 if suspended is None else suspended.batch.total_tokens
+
+    @cached_property
+    def drained_kv_tokens(self) -> int:
+        """KV that would be free if all offline requests of the snapshot had ended. O(requests)."""
+        seen = self._snapshot
+        offline = [one for one in seen.admitted if not one.info.is_online]
+        held_tokens = sum(map(self.own_kv, offline)) + self._suspended_tokens
         return seen.free_kv_tokens + seen.evictable_kv_tokens + held_tokens
+
+    def leaves_prefixes(
+        self, kv_tokens: int, *, headroom_tokens: int = 0, added_tokens: int = 0
+    ) -> bool:
+        """Return whether so much more KV for offline requests leaves the protected prefixes cached.
+
+        Also true within the offline requests' share of all KV. ``headroom_tokens`` stay free for
+        running requests, but not in this share. ``added_tokens`` are for the offline requests that
+        this plan has admitted. O(requests) where the KV is short.
+        """
+        tokens, offline_share = self._protection
+        if not tokens or kv_tokens + headroom_tokens + tokens <= self.free_kv_tokens:
+            return True
+        offline = [one for one in self._snapshot.admitted if not one.info.is_online]
+        held_tokens = sum([self.own_kv(one) for one in self.without_retracted(offline)])
+        held_tokens += self._suspended_tokens + added_tokens + kv_tokens
+        return held_tokens <= int(offline_share * self.all_kv_tokens)
 
     # --- what it takes ---
 
@@ -172,7 +221,7 @@ class StepMemory:
         tokens = request.computed_tokens - min(max(kept_tokens, 0), request.computed_tokens)
         self.retractions[request.info.rid] = Retraction(request.info.rid, tokens)
         # The pages that stay cached are freed on demand, so they count as free.
-        own_kv = self._own_kv(request)
+        own_kv = self.own_kv(request)
         self._take(-own_kv, -min(own_kv, self._snapshot.window_tokens))
         self.free_slots += 1
 
@@ -190,7 +239,7 @@ class StepMemory:
             if max(kv_short, slots_short, window_short) <= 0:
                 break
             victims.append(request)
-            own_kv = self._own_kv(request)
+            own_kv = self.own_kv(request)
             kv_short -= own_kv
             window_short -= min(own_kv, self._snapshot.window_tokens)
             slots_short -= 1
@@ -214,7 +263,7 @@ class StepMemory:
             if not (rid in self.retractions or rid in added):
                 yield request
 
-    def _own_kv(self, request: Request) -> int:
+    def own_kv(self, request: Request) -> int:
         """Return the KV slots that only this request uses, in whole pages."""
         held_tokens = self._whole_pages(request.computed_tokens)
         return held_tokens - self._whole_pages(request.cached_tokens)

@@ -18,7 +18,6 @@ from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy
 from sglang_coserve.core.policy import Policy
-from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["POLICIES", "make_policy"]
@@ -42,17 +41,25 @@ POLICIES: Final[Mapping[str, type[Any]]] = MappingProxyType(
 )
 """All policies by name; the constructor arguments are their settings."""
 
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
-def make_policy(name: str, config: SchedulerConfig | None = None) -> Policy:
-    """Return a new policy with its default settings, overridden by those of the same names that
-    ``config`` sets.
+
+def make_policy(name: str, settings: Mapping[str, Any] = _NONE) -> Policy:
+    """Return a new policy.
+
+    Args:
+        name: A key of ``POLICIES``.
+        settings: Constructor arguments; the others have their defaults.
 
     Raises:
-        ConfigError: no policy has this name.
+        ConfigError: no policy has this name, the policy has no such setting, or a value is out of
+            range.
     """
     if name not in POLICIES:
         raise ConfigError(f"unknown scheduling policy {name!r}: use one of {', '.join(POLICIES)}")
-    values = {field.name: getattr(config, field.name, None) for field in fields(POLICIES[name])}
-    given = {key: value for key, value in values.items() if value is not None}
-    policy: Policy = POLICIES[name](**given)
+    known = [field.name for field in fields(POLICIES[name]) if field.init]
+    if unknown := sorted(settings.keys() - set(known)):
+        has = f"has only {', '.join(known)}" if known else "has no settings"
+        raise ConfigError(f"policy {name}: {unknown[0]} is no setting of it: the policy {has}")
+    policy: Policy = POLICIES[name](**settings)
     return policy

@@ -20,6 +20,7 @@ from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
+from sglang_coserve.core.step import Bound
 
 
 @dataclass
@@ -94,7 +95,7 @@ def serve_by_priority(batch: StepBuilder, max_tokens: int, *, may_retract: bool)
     batch.limit_tokens(max(max_tokens - batch.stats.decode_requests - reserved_tokens, 0))
     prefill_online(batch, math.inf, may_retract=may_retract)
     left_tokens = batch.free_tokens if batch.offline_budget_s else 0
-    batch.offline_budget_s = math.inf
+    batch.raise_offline(math.inf, Bound.NONE)
     batch.free_tokens = reserved_tokens
     decode_offline(batch, batch.offline_decodes)
     batch.free_tokens = left_tokens
@@ -119,7 +120,7 @@ class OnlineOnlyPolicy(Policy):
         batch.limit_tokens(self.chunk_tokens)
         decode_online(batch)
         prefill_online(batch, math.inf)
-        batch.offline_budget_s = 0.0
+        batch.limit_offline(0.0, Bound.BUDGET)
 
 
 @dataclass

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import ClassVar, Final, NamedTuple
+from typing import Annotated, ClassVar, Final, NamedTuple
+
+from pydantic import Field
 
 from sglang_coserve.core.planning.offline_phase import decode_offline
 from sglang_coserve.core.planning.step_builder import StepBuilder
@@ -14,7 +16,7 @@ from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
-from sglang_coserve.core.step import StepPlan, StepResult
+from sglang_coserve.core.step import Bound, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 
 _MAX_BATCH_REQUESTS: Final = 1 << 16
@@ -54,7 +56,7 @@ class BrosPolicy(Policy):
 
     name: ClassVar[str] = "bros"
 
-    base_batch_requests: int = 128
+    base_batch_requests: Annotated[int, Field(ge=1)] = 128
     """B_base."""
 
     _batch_requests: int = field(default=0, init=False)
@@ -69,7 +71,7 @@ class BrosPolicy(Policy):
         online = _by_urgency(batch, mean_iteration_s)
         bound_s = min(_least_residual_s(batch, online), batch.elsewhere_s)
         bound_s *= batch.context.timely
-        batch.offline_budget_s = min(batch.offline_budget_s, bound_s)
+        batch.limit_offline(bound_s, Bound.GAP)
 
         packing = _Packing(
             batch,
@@ -157,7 +159,8 @@ def _offline(batch: StepBuilder) -> Iterator[_Candidate]:
         if not batch.memory.is_retracted(admitted):
             yield _Candidate.of(admitted)
     if batch.admits_offline:
-        for _, prompt in islice(batch.candidates(), batch.context.config.max_picks):
+        candidates = batch.candidates(batch.offline_reach_tokens)
+        for _, prompt in islice(candidates, batch.context.config.max_picks):
             yield _Candidate(prompt)
 
 
@@ -289,7 +292,10 @@ class _Packing:
         is_first = candidate.is_online and self._stats.is_empty
         bound_s = math.inf if is_first else self.bound_s
         prompt = candidate.prompt
-        tokens = limit = min(prompt.rest_tokens, self._free_tokens)
+        if candidate.is_decode and not self._stats.prefill_tokens:
+            tokens = limit = 1
+        else:
+            tokens = limit = batch.most_tokens(prompt, self._free_tokens, self._stats)
         if limit <= 0:
             return 0
         if candidate.is_decode:

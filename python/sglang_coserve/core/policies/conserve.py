@@ -41,7 +41,7 @@ class ConservePolicy(Policy):
         """See ``Policy.compose``."""
         decode_online(batch)
         if batch.has_online:
-            tbt_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
+            tbt_s = batch.least_tpot_s(batch.targets.token_s or math.inf)
             budget_s = tbt_s * batch.context.timely
             prefill_online(batch, budget_s)
         serve_offline(batch, efficiently=not batch.has_online)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.planning.offline_phase import serve_offline
@@ -32,12 +34,15 @@ class CoservePolicy(Policy):
 
     Beyond the papers: a step with offline work is no longer than a request
     that arrives during it may wait (``Allowance.arrival_s``),
-    so that TTFT targets are also met where a step cannot be suspended.
+    so that TTFT targets are also met where a step cannot be suspended. Conversations stay
+    cached: offline requests leave KV to their prefixes.
     """
 
     name: ClassVar[str] = "coserve"
+    averages_tpot: ClassVar[bool] = True
+    protects_prefixes: ClassVar[bool] = True
 
-    utility_ratio: float = OfflineQueueConfig().utility_ratio
+    utility_ratio: Annotated[float, Field(ge=0, le=1)] = OfflineQueueConfig().utility_ratio
     """Probability that a pick from the queue follows the prefix order, not the age."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:

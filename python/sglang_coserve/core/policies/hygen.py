@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.planning.offline_phase import serve_offline
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.step import Bound
 
 
 @dataclass
@@ -40,10 +43,10 @@ class HygenPolicy(Policy):
 
     name: ClassVar[str] = "hygen"
 
-    step_prefill_tokens: int = 512
+    step_prefill_tokens: Annotated[int, Field(ge=1)] = 512
     """C: prefill tokens of a step, both phases together."""
 
-    utility_ratio: float = 0.95
+    utility_ratio: Annotated[float, Field(ge=0, le=1)] = 0.95
     """u of Algorithm 4; 1 is plain PSM (Algorithm 3)."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
@@ -58,7 +61,9 @@ class HygenPolicy(Policy):
     def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
         config = batch.context.config
-        budget_s = config.iteration_budget_s or batch.targets.tpot_s or math.inf
+        fixed_s = config.iteration_budget_s or math.inf
+        batch.limit_offline(fixed_s * batch.context.timely, Bound.BUDGET)
+        budget_s = config.iteration_budget_s or batch.targets.token_s or math.inf
         budget_s = min(budget_s, batch.least_tpot_s(budget_s))
         decode_online(batch)
         spare_tokens = max(batch.free_tokens - self.step_prefill_tokens, 0)

@@ -7,7 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
+
+from pydantic import Field
 
 from sglang_coserve.core.bottleneck import is_compute_saturated
 from sglang_coserve.core.planning.offline_phase import (
@@ -19,6 +21,7 @@ from sglang_coserve.core.planning.online_phase import decode_online, prefill_onl
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy, yields_first
 from sglang_coserve.core.snapshot import Request
+from sglang_coserve.core.step import Bound
 from sglang_coserve.core.step_stats import StepStats
 
 _RETRACTION_WEIGHT: Final = 1 / 32
@@ -61,7 +64,7 @@ class OocoPolicy(Policy):
     name: ClassVar[str] = "ooco"
 
     role: Role = Role.BOTH
-    random_picks: int = 8
+    random_picks: Annotated[int, Field(ge=0)] = 8
     """K of Algorithm 2."""
 
     _retraction_rate: float = field(default=0.0, init=False)
@@ -78,7 +81,7 @@ class OocoPolicy(Policy):
 
     def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
-        tpot_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
+        tpot_s = batch.least_tpot_s(batch.targets.token_s or math.inf)
         budget_s = tpot_s * batch.context.timely
         if self.role is Role.RELAXED or not batch.has_online:
             budget_s = math.inf
@@ -87,8 +90,8 @@ class OocoPolicy(Policy):
             prefill_online(batch, budget_s)
             if self.role is Role.RELAXED and batch.chunks:
                 # A step with an online prefill has no offline work.
-                batch.offline_budget_s = 0.0
-        batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
+                batch.limit_offline(0.0, Bound.PROMPTS_FIRST)
+        batch.limit_offline(budget_s, Bound.GAP)
         self._decode_mix(batch)
         if self.role is not Role.STRICT:
             batch.admits_offline &= _saves_time(batch, self._retraction_rate)

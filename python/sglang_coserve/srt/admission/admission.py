@@ -1,47 +1,39 @@
-"""Who is admitted when: the plans of ``core.scheduler`` carried out on SGLang's scheduler.
+"""Decides who is admitted when: carries out the plans of the core on SGLang's scheduler.
 
 Every pass that involves offline requests becomes an ``EngineSnapshot``; the core answers
 with a ``StepPlan``, which ``PlanExecution`` carries out. Passes without offline requests are
-SGLang's alone, unless the order or the overload of online requests is the core's, too. Under the
-policy fifo there is no core, and no plan for any pass (``unplanned``).
+SGLang's alone, unless the overload of online requests is the core's, too. A plan advises SGLang,
+and must not end it: where one fails, ``OnlinePass`` serves the online requests.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from http import HTTPStatus
-from itertools import compress
 from typing import Any, Final
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_coserve.core.control.interference import Interference
-from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.scheduler import Scheduler as Core
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
-from sglang_coserve.errors import CoserveError
+from sglang_coserve.srt.admission.fail_safe import FailSafe
+from sglang_coserve.srt.admission.online_pass import OnlinePass
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
-from sglang_coserve.srt.admission.unplanned import (
-    NotedPass,
-    OfflineWaiting,
-    UnplannedPasses,
-    queued_request,
-)
 from sglang_coserve.srt.compat import drop_ended, refuse, release_aborted
+from sglang_coserve.srt.marks.offline_marks import deadline_of, expected_tokens_of
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.safepoint.instrument import Stops
 from sglang_coserve.srt.steps.clocks import RankTime
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
-from sglang_coserve.srt.steps.request_ledger import BatchResults, ending_of
+from sglang_coserve.srt.steps.request_ledger import BatchResults, ending_of, packed_tokens
 
 Req = Any
 ScheduleBatch = Any
@@ -67,30 +59,20 @@ class Admission:
     """
 
     def __init__(
-        self,
-        parts: EngineParts,
-        core: Core | None,
-        forget: Callable[[Req, Ending], None],
+        self, parts: EngineParts, core: Core, forget: Callable[[Req, Ending], None]
     ) -> None:
-        """Admit nothing yet.
-
-        Without ``core`` there are no plans: the policy fifo. ``forget`` is called with each request
-        that has ended, and how.
-        """
+        """Admit nothing yet. ``forget`` is called with each request that has ended, and how."""
         self.core = core
         self._scheduler = parts.scheduler
-        self._config = parts.config
-        self._judged = Interference(parts.config.slos(), model=None)
-        """What online requests got, where there is no core to judge it."""
-
         self._parts = parts
         self._view = parts.view
         self._retraction = parts.retraction
         self._clock = parts.clock
         self._ledger = parts.ledger
-        self._checkpointing = parts.checkpointing
+        self._kv_store = parts.kv_store
+        self._leases = parts.leases
         self._events = parts.events
-        self._tell = parts.advisory.tell
+        self._tell_advisory = parts.advisory.tell
         self._forget = forget
         self._plans_online = parts.config.plans_online
         self._steps = parts.tracker
@@ -98,17 +80,26 @@ class Admission:
         self.stops: Stops | None = None
         """When the batch of this pass is to stop; None if it runs to its end."""
 
-        self.budget_s: float | None = None if core is None else math.inf
-        """What offline work was packed under in the last plan that bounded it; infinite before one.
-        None if there are no plans."""
+        self.budget_s = math.inf
+        """Budget of offline work in the last plan that had one, in seconds; infinite before."""
 
-        self._waiting = OfflineWaiting(parts.view.passes_to_settle)
+        self._waiting: dict[str, Req] = {}
+        """The offline requests that hold no KV and are in no batch, by rid."""
+
+        self._settling: deque[list[Req]] = deque([] for _ in range(parts.view.passes_to_settle))
+        """The requests that were put back in each of the last passes, the oldest pass first. The
+        core learns that they wait once the results of their last step have come."""
+
         self._ended: list[Req] = []
-        self._plans = PlanExecution(parts, self._waiting.reqs, self._refuse)
-        self._plan = StepPlan()
-        """The plan of this pass."""
+        self._plans = PlanExecution(parts, self._waiting, self._refuse)
+        self._leaves_online = False
+        """The next pass has no plan: SGLang admitted none of the online prompts of the last plan
+        although it has memory, by a rule that plans do not know. Or it is to displace an online
+        request by one of a higher priority, which plans do not."""
 
-        self._unplanned = UnplannedPasses(parts, self._waiting, has_plans=core is not None)
+        self._online_pass = OnlinePass(parts)
+        self._fail_safe = FailSafe(parts.advisory)
+        self._tell = self._fail_safe.tell
 
     # --- Who waits -----------------------------------------------------------------------
 
@@ -118,37 +109,44 @@ class Admission:
         One that ran is not admitted again in the same pass: under overlap scheduling it would take
         the result of its last step, still queued, for its own.
         """
+        self._waiting[req.rid] = req
         if req.retraction_count:
-            self._waiting.put_back(req)
-            return
-        self._waiting.reqs[req.rid] = req
-        if self.core is not None and not self._unplanned.are_all:
-            request = queued_request(req, self._ledger[req.rid].info.arrival_s)
-            self._told(self._add, self.core, request)
+            self._settling[-1].append(req)
+        else:
+            self._tell(self._add, req)
 
-    def _add(self, core: Core, request: QueuedRequest) -> None:
+    def _add(self, req: Req) -> None:
         """Tell the core of a new offline request, and what is cached of one unlike all others."""
-        core.add_offline(request)
-        if core.queue.opens_branch(request.rid):
-            self._report_cached(core, request.rid)
+        self.core.add_offline(_queued_request(req, self._ledger[req.rid].info.arrival_s))
+        if self.core.queue.opens_branch(req.rid):
+            self._report_cached(req.rid)
 
     def arrived(self, req: Req, info: RequestInfo) -> None:
         """Record an online request that waits in SGLang's queue.
 
         One that failed validation is not computed.
         """
-        if self.core is None:
-            self._tell("judgement", self._judged.arrived, info)
-            return
-        cached_tokens = self._ledger.match_prefix(req) if req.to_finish is None else 0
-        self._tell("judgement", self.core.arrived, info, cached_tokens)
+        prompt = packed_tokens(req) if req.to_finish is None else pack_tokens(())
+        self._tell_advisory("judgement", self.core.arrived, info, prompt)
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out and return the offline requests that match and are in no batch of SGLang's.
 
-        Paused and suspended ones that match stay, and end when they run next. O(waiting).
+        Paused ones that match end as the next pass begins, suspended ones when they run next or are
+        dropped. O(waiting).
         """
-        gone = self._waiting.remove(matches)
+        waiting = [req for req in self._waiting.values() if matches(req)]
+        for req in waiting:
+            del self._waiting[req.rid]
+        return waiting + self._remove_begun(matches)
+
+    def remove_named(self, rid: str) -> list[Req]:
+        """Take out the request with this rid, as ``remove`` does. O(requests with KV)."""
+        named = self._waiting.pop(rid, None)
+        return self._remove_begun(lambda req: req.rid == rid) if named is None else [named]
+
+    def _remove_begun(self, matches: Callable[[Req], bool]) -> list[Req]:
+        gone = []
         for req in self._view.paused_requests.unpark_all(matches):
             release_aborted(req, self._scheduler.tree_cache)
             gone.append(req)
@@ -159,22 +157,40 @@ class Admission:
 
     def num_waiting(self) -> int:
         """Count the offline requests that are in no batch of SGLang's."""
-        view = self._view
-        return len(self._waiting) + len(view.paused_requests) + len(view.suspended)
+        return len(self._waiting) + self._num_held()
+
+    @property
+    def has_work(self) -> bool:
+        """True when offline requests outside of SGLang's batches will go on. Waiting ones do not
+        once offline work has stopped."""
+        return bool(self._num_held() or (self._waiting and not self._fail_safe.is_stopped))
+
+    def _num_held(self) -> int:
+        """Count the paused, parked and suspended requests."""
+        return len(self._view.paused_requests) + len(self._view.suspended)
 
     def kept(self) -> Iterable[Req]:
         """Return the requests that are kept here alone: those that wait, and those that have ended
         and are yet to be forgotten. O(waiting)."""
-        return (*self._waiting, *self._ended)
+        return (*self._waiting.values(), *self._ended)
 
     def forget(self, rid: str, ending: Ending) -> None:
         """Drop what is kept of a request that has ended, if anything is; to be called before the
         ledger forgets."""
-        if self.core is None or self._unplanned.are_all:
-            self._tell("judgement", self.interference.ended, rid, ending)
+        if self._fail_safe.is_stopped:
+            self._tell_advisory("judgement", self.core.interference.ended, rid, ending)
         else:
-            self._told(self.core.finish, rid, ending)
-        self._waiting.reqs.pop(rid, None)
+            self._tell(self._finish, rid, ending)
+        self._waiting.pop(rid, None)
+
+    def _finish(self, rid: str, ending: Ending) -> None:
+        """Tell the core that a request has ended, and what it leaves in the cache."""
+        live = self._ledger.get(rid)
+        if live is None or ending is not Ending.COMPLETE:
+            self.core.finish(rid, ending)
+            return
+        tokens = packed_tokens(live.req) if live.is_online else pack_tokens(())
+        self.core.finish(rid, ending, token_ids=tokens, output_tokens=len(live.req.output_ids))
 
     # --- One pass ------------------------------------------------------------------------
 
@@ -184,166 +200,43 @@ class Admission:
         The core is asked for a plan, and SGLang admits what that says. ``prefill`` is SGLang's own
         admission of what is in its queue.
         """
-        if self.core is None:
-            self._begin_pass()
-            return self._unplanned.admit(running_batch, prefill)
+        time = self._begin_pass()
+        if not self._is_planned(running_batch):
+            self._steps.decided(self._clock.now_s())
+            return prefill(running_batch)
+        drop_ended(running_batch)
+        self._retraction.end_aborted()
+        self._free_adapters(running_batch)
+        if self._fail_safe.is_stopped:
+            self._online_pass.retract_offline(running_batch)
+        elif self._leaves_online:
+            self._leaves_online = False
+        elif (planned := self._try_plan(running_batch, prefill, time)) is not None:
+            return planned
+        self._steps.decided(self._clock.now_s())
+        return self._online_pass.admit(running_batch, prefill)
+
+    def _begin_pass(self) -> RankTime:
+        """Begin a pass in all parts, and tell the core of results and ends since the last pass."""
         if self._clock.timer is not None:
             self._clock.timer.begin_pass()
         self.stops = None
         if self._clock.pacer is not None:
             self._clock.pacer.expects(0.0)
         time = self._clock.read()
-        self._checkpointing.prefetch(time.now_s)
-        self._learn(self.core, time)
-        self._begin_pass()
-        if not self._is_planned(running_batch):
-            self._steps.decided(self._clock.now_s())
-            return prefill(running_batch)
-        drop_ended(running_batch)
-        running_batch = self._view.paused_requests.resume_ended(running_batch)
-        if self._unplanned.are_all:
-            return self._unplanned.admit(running_batch, prefill)
-        tried = NotedPass(prefill)
-        self._plan = StepPlan()
-        try:
-            result = self._admit(self.core, running_batch, tried, time)
-        except Exception as error:
-            self.stops = None
-            self._unplanned.failed(error, tried)
-            is_alone = self._plan.lane is Lane.OFFLINE
-            result = self._unplanned.recover(running_batch, tried, is_alone=is_alone)
-            for req in () if result.batch_to_run is None else result.batch_to_run.reqs:
-                self._waiting.reqs.pop(req.rid, None)
-            return result
-        self._unplanned.planned()
-        return result
-
-    def _admit(
-        self, core: Core, running_batch: ScheduleBatch, prefill: Prefill, time: RankTime
-    ) -> Any:
-        requests = self._view.requests_with_kv(running_batch)
-        in_the_way = self._retraction.rids_blocking_adapters(requests)
-        if any(req.rid in in_the_way for req in self._view.suspended):
-            self._drop()
-        self._retraction.retract(in_the_way, running_batch)
-        plan = self._new_plan(core, running_batch, time)
-        # A step that does not go on now would hold what clients have left for as long as it waits.
-        has_left = any(req.to_finish is not None for req in self._view.suspended)
-        if plan.drops or (has_left and not plan.resumes):
-            self._drop()
-            plan = self._new_plan(core, running_batch, time)
-        self._plan = plan
-        self._steps.decided(self._clock.now_s())
-        if math.isfinite(plan.budget_s):
-            self.budget_s = plan.budget_s
-        executed = self._plans.carry_out(plan, running_batch, prefill)
-        for chunk in executed.admitted:
-            self._waiting.reqs.pop(chunk.rid, None)
-        for rid in executed.refused:
-            # No request will end and make room: what holds the memory may be a load that hangs.
-            core.no_room(rid)
-        if executed.is_started:
-            core.start(plan, executed.admitted)
-            self._steps.started(plan.step)
-        result = executed.result
-        if self._clock.pacer is not None and plan.lane is Lane.SHARED:
-            self._clock.pacer.expects(plan.predicted_s, core.prediction_error.mape or 0.0)
-        if result.batch_to_run is not None:
-            self.stops = None
-            if plan.lane is Lane.OFFLINE:
-                begins_s = time.now_s + time.ahead_s
-                ends_s = min(begins_s + plan.predicted_s, plan.until_s)
-                self.stops = Stops(plan.until_s, partial(core.must_suspend, ends_s))
-        elif plan.lane is Lane.SHARED or plan.is_idle:
-            is_left_out = bool(plan.prefills and self._view.waiting)
-            if is_left_out or not result.running_batch.reqs:
-                # SGLang reserves more memory than a plan, and places for adapters: a suspended
-                # step must not hold what an online request waits for, while it waits for that
-                # request.
-                self.give_up()
-        return result
-
-    def _new_plan(self, core: Core, running_batch: ScheduleBatch, time: RankTime) -> StepPlan:
-        assert not self._unplanned.are_all, "the core has lost track of what runs"
-        return core.plan(self._parts.snapshot(running_batch, time), self)
-
-    def _told(self, call: Callable[..., None], *args: Any) -> None:
-        """Tell the core what has become of requests and steps; if it fails, it plans no more.
-
-        Whatever is asked of it within a pass is guarded by ``admit``.
-        """
-        if self._unplanned.are_all:
-            return
-        try:
-            call(*args)
-        except Exception as error:
-            self._unplanned.end_planning(error)
-
-    def _drop(self) -> None:
-        assert self.core is not None
-        self._told(self.core.update, self._lane.drop())
-        self._events["dropped"] += 1
-
-    def give_up(self) -> None:
-        """Drop the suspended step, if there is one."""
-        if self._lane.suspended is not None:
-            self._drop()
-
-    def launched(self, batch: ScheduleBatch | None) -> None:
-        """Note the batch with which a pass ends, planned or not; None if nothing is to run."""
-        if self.core is not None:
-            self._steps.launched(batch)
-
-    def stopped(self) -> None:
-        """Note that the batch that was launched first has no result: it was suspended."""
-        self._steps.processed((), ())
-
-    def processed(self, results: BatchResults) -> None:
-        """Note the results of the batch that was launched first.
-
-        Requests that ended are forgotten when the next pass begins.
-        """
-        self._ended += results.ended
-        if self.core is None:
-            now_s = self._clock.now_s()
-            for req in compress(results.reqs, results.has_token):
-                self._tell("judgement", self._judged.produced, req.rid, now_s)
-            return
-        self._steps.processed(results.reqs, results.has_token)
-        if self._waiting.reqs and not self._unplanned.are_all:
-            for req in results.first_online:
-                self._tell("shared prefixes", self._report_left, self.core, req)
-
-    def _report_left(self, core: Core, req: Req) -> None:
-        """Tell the core of an offline request that can use the prompt of an online one."""
-        waiting = core.queue.nearest(pack_tokens(req.origin_input_ids))
-        if waiting is not None and waiting.rid in self._waiting.reqs:
-            self._report_cached(core, waiting.rid)
-
-    def _report_cached(self, core: Core, rid: str) -> None:
-        if cached_tokens := self._ledger.match_prefix(self._waiting.reqs[rid]):
-            core.cached(rid, cached_tokens)
-
-    def _learn(self, core: Core, time: RankTime) -> None:
-        """Tell the core the results that are complete since the last pass."""
-        results = self._steps.next_pass(time.now_s, time.parts_s, time.results_s)
-        if not results and len(core.interference):
-            # Nothing ran, but the baseline goes on: it may be behind.
-            results = [StepResult(None, time.now_s)]
-        for result in results:
-            if self._unplanned.are_all:
-                self._tell("judgement", core.update, replace(result, step=None))
-            else:
-                self._told(core.update, result)
-
-    def _begin_pass(self) -> None:
-        """Forget the requests that ended in the last pass, and count one of the cool-downs."""
+        self._leases.begin_pass(time.now_s, self.core.online_lease_s(time.now_s))
+        self._kv_store.begin_pass(time.now_s)
+        self._learn(time)
         for req in self._ended:
             self._forget(req, ending_of(req.finished_reason.to_json()))
         self._ended = []
-        for req in self._waiting.start_pass():
-            if self.core is not None:
-                self._told(self.core.restore, req.rid, len(req.output_ids))
+        settled = self._settling.popleft()
+        self._settling.append([])
+        for req in settled:
+            waiting: Any = self._waiting.get(req.rid)
+            if waiting is req:
+                self._tell(self.core.restore, req.rid, len(req.output_ids))
+        return time
 
     def _is_planned(self, running_batch: ScheduleBatch) -> bool:
         # A suspended or paused step counts even if all of its requests have ended meanwhile.
@@ -355,10 +248,150 @@ class Admission:
             return False
         return any(is_offline(req) for req in self._view.requests_with_kv(running_batch))
 
+    def _free_adapters(self, running_batch: ScheduleBatch) -> None:
+        """Retract offline requests whose LoRA adapters leave no slot to an online request."""
+        requests = self._view.requests_with_kv(running_batch)
+        in_the_way = self._retraction.rids_blocking_adapters(requests)
+        if any(req.rid in in_the_way for req in self._view.suspended):
+            self._drop()
+        self._retraction.retract(in_the_way, running_batch)
+
+    def _try_plan(self, running_batch: ScheduleBatch, prefill: Prefill, time: RankTime) -> Any:
+        """Return what SGLang makes of the core's plan; None if the plan has failed.
+
+        Raises:
+            Exception: SGLang's pass had begun. Another pass would not mend that.
+        """
+        has_begun = False
+
+        def begin(batch: ScheduleBatch) -> Any:
+            nonlocal has_begun
+            has_begun = True
+            return prefill(batch)
+
+        try:
+            result = self._carry_out(
+                self._new_plan(running_batch, time), running_batch, begin, time
+            )
+        except Exception as error:
+            if has_begun:
+                raise
+            self.stops = None
+            self._fail_safe.failed(error)
+            self._online_pass.recover(running_batch)
+            return None
+        self._fail_safe.planned()
+        return result
+
+    def _new_plan(self, running_batch: ScheduleBatch, time: RankTime) -> StepPlan:
+        """Return the core's plan, after the suspended step was dropped if that must be."""
+        plan = self.core.plan(self._parts.snapshot(running_batch, time), self)
+        # A step that does not go on now would hold what clients have left for as long as it waits.
+        has_left = any(req.to_finish is not None for req in self._view.suspended)
+        if plan.drops or (has_left and not plan.resumes):
+            self._drop()
+            assert not self._fail_safe.is_stopped, "the core has lost track of what runs"
+            plan = self.core.plan(self._parts.snapshot(running_batch, time), self)
+        return plan
+
+    def _carry_out(
+        self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill, time: RankTime
+    ) -> Any:
+        self._steps.decided(self._clock.now_s())
+        if math.isfinite(plan.budget_s):
+            self.budget_s = plan.budget_s
+        executed = self._plans.carry_out(plan, running_batch, prefill)
+        self._leaves_online = executed.leaves_online or self._is_displacing(plan, running_batch)
+        for chunk in executed.admitted:
+            self._waiting.pop(chunk.rid, None)
+        for rid in executed.refused:
+            # No request will end and make room: what holds the memory may be a load that hangs.
+            self._tell(self.core.no_room, rid)
+        if executed.is_started:
+            self._tell(self.core.start, plan, executed.admitted)
+            self._steps.started(plan.step)
+        result = executed.result
+        if self._clock.pacer is not None and plan.lane is Lane.SHARED:
+            error = self.core.prediction_error.mape or 0.0
+            self._clock.pacer.expects(plan.predicted_s, error)
+        if result.batch_to_run is not None:
+            self.stops = None
+            if plan.lane is Lane.OFFLINE:
+                begins_s = time.now_s + time.ahead_s
+                ends_s = min(begins_s + plan.predicted_s, plan.until_s)
+                self.stops = Stops(plan.until_s, partial(self.core.must_suspend, ends_s))
+        elif plan.lane is Lane.SHARED or plan.is_idle:
+            is_left_out = bool(plan.prefills and self._view.waiting)
+            if is_left_out or not result.running_batch.reqs:
+                # SGLang reserves more memory than a plan, and places for adapters: a suspended
+                # step must not hold what an online request waits for, while it waits for that
+                # request.
+                self.give_up()
+        return result
+
+    def _is_displacing(self, plan: StepPlan, running_batch: ScheduleBatch) -> bool:
+        """Return whether the first online request that waits is left out, and goes before others
+        that run."""
+        waiting = self._view.waiting_in_turn
+        if not waiting or waiting[0].rid in {chunk.rid for chunk in plan.prefills}:
+            return False
+        online = (req for req in running_batch.reqs if not is_offline(req))
+        return self._view.displaces_another(waiting[0], online)
+
+    def _drop(self) -> None:
+        self._tell(self.core.update, self._lane.drop())
+        self._events["dropped"] += 1
+
+    def give_up(self) -> None:
+        """Drop the suspended step, if there is one."""
+        if self._lane.suspended is not None:
+            self._drop()
+
+    def launched(self, batch: ScheduleBatch | None) -> None:
+        """Note the batch with which a pass ends, planned or not; None if nothing is to run."""
+        self._steps.launched(batch)
+
+    def stopped(self) -> None:
+        """Note that the batch that was launched first has no result: it was suspended."""
+        self._steps.processed((), ())
+
+    def processed(self, results: BatchResults) -> None:
+        """Note the results of the batch that was launched first.
+
+        Requests that ended are forgotten when the next pass begins.
+        """
+        self._ended += results.ended
+        self._steps.processed(results.reqs, results.has_token)
+        if self._waiting and not self._fail_safe.is_stopped:
+            for req in results.first_online:
+                self._tell_advisory("shared prefixes", self._report_left, req)
+
+    def _report_left(self, req: Req) -> None:
+        """Tell the core of an offline request that can use the prompt of an online one."""
+        waiting = self.core.queue.nearest(pack_tokens(req.origin_input_ids))
+        if waiting is not None and waiting.rid in self._waiting:
+            self._report_cached(waiting.rid)
+
+    def _report_cached(self, rid: str) -> None:
+        if cached_tokens := self._ledger.match_prefix(self._waiting[rid]):
+            self.core.cached(rid, cached_tokens)
+
+    def _learn(self, time: RankTime) -> None:
+        """Tell the core the results that are complete since the last pass."""
+        results = self._steps.next_pass(time.now_s, time.parts_s, time.results_s)
+        if not results and len(self.core.interference):
+            # Nothing ran, but the baseline goes on: it may be behind.
+            results = [StepResult(None, time.now_s)]
+        for result in results:
+            if self._fail_safe.is_stopped:
+                self._tell_advisory("judgement", self.core.update, replace(result, step=None))
+            else:
+                self._tell(self.core.update, result)
+
     def cached_tokens(self, rid: str) -> int | None:
         """See ``PrefixCache``."""
-        req = self._waiting.reqs[rid]
-        return None if self._checkpointing.is_held_back(req) else self._ledger.match_prefix(req)
+        req = self._waiting[rid]
+        return self._ledger.match_prefix(req) if self._kv_store.loaded(req) else None
 
     def _refuse(self, rid: str) -> None:
         """Refuse an online request that can no longer meet its target."""
@@ -370,36 +403,40 @@ class Admission:
 
     # --- What others ask about -----------------------------------------------------------
 
+    def flushed(self) -> None:
+        """Record that SGLang has emptied its prefix cache."""
+        self._tell_advisory("judgement", self.core.flushed)
+
     @property
-    def interference(self) -> Interference:
-        """What online requests got, and what they would have got alone if that is known."""
-        return self._judged if self.core is None else self.core.interference
+    def stopped_by(self) -> str | None:
+        """The error that stopped offline work; None while offline requests are served."""
+        return self._fail_safe.stopped_by
 
     def warnings(self, now_s: float) -> list[str]:
         """Return what operators are to know now: of missed targets, and of wrong predictions."""
-        warning = self.interference.monitor.warning(now_s)
-        drift = None if self.core is None else self.core.prediction_error.warning(now_s)
+        warning = self.core.interference.monitor.warning(now_s)
+        drift = self.core.prediction_error.warning(now_s)
         return [each for each in (warning, drift) if each is not None]
 
-    def latency_model(self) -> LatencyModel | None:
-        """Return what predicts steps now; None if nothing does.
-
-        Without plans nothing depends on it, and the start must not: it is for expected rates alone.
-        """
-        if self.core is not None:
-            return self.core.model
-        with suppress(CoserveError):
-            return known_latency_model(self._scheduler, self._config)
-        return None
-
     def state(self) -> dict[str, Any]:
-        """Return what the status says of plans, in plain values; empty if there are none."""
-        if self.core is None:
-            return {}
+        """Return what the status says of plans, in plain values."""
         error, model, work = self.core.prediction_error, self.core.model, self.core.work
         return {
             "prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias},
             "work": asdict(work.totals),
-            "plans_failed": self._unplanned.num_failed,
+            "plans_failed": self._fail_safe.num_failed,
             "decisions": work.decisions.to_list(self._clock.now_s()),
         }
+
+
+def _queued_request(req: Req, arrival_s: float) -> QueuedRequest:
+    """Return the core's description of a request that waits for the first time."""
+    return QueuedRequest(
+        rid=req.rid,
+        token_ids=pack_tokens(req.origin_input_ids),
+        arrival_s=arrival_s,
+        max_new_tokens=req.sampling_params.max_new_tokens,
+        num_generated_tokens=len(req.output_ids),
+        deadline_s=deadline_of(req, arrival_s),
+        expected_output_tokens=expected_tokens_of(req),
+    )

@@ -2,23 +2,20 @@
 
 Requests are freed, paused and resumed, and the planned chunks are admitted by SGLang: in a batch
 of SGLang's, or in one of the offline lane. Chunks that SGLang cannot run together are left for a
-later step: it continues only one unfinished prefill at a time. And it gives that one as many tokens
-of the chunk size as it can use, other prompts only what is left. A plan may want the opposite: an
-offline prompt continues in what an online prompt leaves. So the continued chunk is limited to the
-planned tokens.
+later step: it continues only one unfinished prefill at a time. That one is limited to the planned
+tokens (``chunk_limits``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.scheduler import NextBatchPlan
 
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
-from sglang_coserve.srt import compat
+from sglang_coserve.srt.admission.chunk_limits import limit_chunk
 from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.engine_parts import EngineParts
@@ -27,63 +24,6 @@ from sglang_coserve.srt.steps.paused_requests import empty_batch
 
 Req = Any
 ScheduleBatch = Any
-
-_LIMIT: Final = "coserve_chunk_tokens"
-"""Attribute of a request that continues its prefill next: the most tokens of its chunk.
-
-At least a page, and whole pages unless they complete the prompt."""
-
-
-def install_chunk_limits() -> None:
-    """Make SGLang's scheduler in this process observe limits of chunks. Idempotent."""
-    compat.replace("sglang.srt.managers.scheduler.PrefillAdder", _LimitedAdder)
-
-
-class _LimitedAdder(PrefillAdder):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Like SGLang's adder, but also reserve, in the pool of a sliding window, the slots that
-        the decodes of a mixed batch need. O(requests)."""
-        super().__init__(*args, **kwargs)
-        if self.is_hybrid_swa and compat.is_mixed(self):
-            requests = filter(compat.holds_kv, self.running_batch.reqs)
-            opened = sum(req.kv.kv_allocated_len % self.page_size == 0 for req in requests)
-            compat.reserve_window_slots(self, opened * self.page_size)
-
-    def add_chunked_req(self, req: Req) -> Req | None:
-        """Offer a continued prefill at most its limit; leave the rest to other prefills."""
-        limit_tokens = req.__dict__.pop(_LIMIT, None)
-        if limit_tokens is None or self.rem_chunk_tokens is None:
-            return super().add_chunked_req(req)
-        others_tokens = max(self.rem_chunk_tokens - limit_tokens, 0)
-        self.rem_chunk_tokens -= others_tokens
-        unfinished = super().add_chunked_req(req)
-        self.rem_chunk_tokens += others_tokens
-        return unfinished
-
-    def add_one_req(
-        self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
-    ) -> AddReqResult:
-        """Refuse a request that would become a second unfinished prefill, which crashes SGLang.
-
-        With a separate pool for a sliding window, SGLang cuts a chunk that lacks room there and
-        would lose track of the first unfinished prefill.
-        """
-        if has_chunked_req or self.new_chunked_req is not None:
-            with self._lock_node(req.last_node):
-                if self._is_cut(req):
-                    return AddReqResult.OTHER
-        return super().add_one_req(req, has_chunked_req, truncation_align_size)
-
-    def _is_cut(self, req: Req) -> bool:
-        """Return whether SGLang would compute only a part of the rest of a prompt."""
-        if self.rem_chunk_tokens is None:
-            return False
-        rest_tokens = self.ceil_paged_tokens(
-            len(req.full_untruncated_fill_ids) - compat.prefix_tokens(req)
-        )
-        if rest_tokens > self.rem_chunk_tokens:
-            return True
-        return bool(self.is_hybrid_swa) and compat.exceeds_window_pool(self, req, rest_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +42,9 @@ class Executed:
     refused: tuple[str, ...] = ()
     """The offline requests that SGLang was offered and did not admit, although nothing runs."""
 
+    leaves_online: bool = False
+    """SGLang was offered online prompts, admitted none, and has memory left."""
+
 
 class PlanExecution:
     """See the module's docstring; ``install_chunk_limits`` must have been called."""
@@ -116,7 +59,7 @@ class PlanExecution:
         self._paused = parts.view.paused_requests
         self._retraction = parts.retraction
         self._lane = parts.lane
-        self._checkpointing = parts.checkpointing
+        self._kv_store = parts.kv_store
         self._events = parts.events
         self._waiting = waiting
         self._refuse = refuse
@@ -142,7 +85,10 @@ class PlanExecution:
             self._left_decodes.add(turn)
         is_started = batch is not None or bool(running_batch.reqs)
         runs = is_started or bool(self._view.elsewhere())
-        return Executed(result, admitted, is_started, () if runs else self._offered(chunks))
+        refused = () if runs else self._offered(chunks)
+        has_online = any(chunk.rid not in self._waiting for chunk in self._new(chunks))
+        leaves_online = has_online and not admitted and not result.running_batch.batch_is_full
+        return Executed(result, admitted, is_started, refused, leaves_online)
 
     def _alone(self, plan: StepPlan, running_batch: Any, prefill: Prefill) -> Executed:
         """Start or resume a step of the offline lane, beside which ``running_batch`` does not run.
@@ -215,9 +161,14 @@ class PlanExecution:
                 break
             else:
                 continued.append(chunk)
-        chunks, waiting = [*continued, *started], self._waiting
-        held = self._checkpointing.hold_back([waiting[c.rid] for c in chunks if c.rid in waiting])
-        return [chunk for chunk in chunks if chunk.rid not in held]
+        waiting, wants = self._waiting, self._kv_store.wants
+        chunks = [*continued, *started]
+        return [c for c in chunks if c.rid not in waiting or not wants(waiting[c.rid])]
+
+    def _new(self, chunks: Iterable[PrefillChunk]) -> Iterator[PrefillChunk]:
+        """Yield the chunks with which a prompt begins."""
+        chunk = self._view.chunk
+        return (one for one in chunks if chunk is None or one.rid != chunk.rid)
 
     def _offered(self, chunks: Iterable[PrefillChunk]) -> tuple[str, ...]:
         return tuple(chunk.rid for chunk in chunks if chunk.rid in self._waiting)
@@ -266,13 +217,10 @@ class PlanExecution:
             assert view.chunk is None
             view.put_chunk(parked)
         if view.chunk is not None:
-            setattr(view.chunk, _LIMIT, chunks[0].tokens)
+            limit_chunk(view.chunk, chunks[0].tokens)
 
     def _park_chunk(self) -> None:
-        """Park the unfinished prefill, unless there is none or SGLang is aborting it."""
-        if self._view.can_take_chunk:
-            self._paused.park(self._view.take_chunk())
-            self._events["parked"] += 1
+        self._events["parked"] += self._view.park_chunk()
 
 
 def _correct_mixed_prefix_lens(batch: ScheduleBatch) -> None:

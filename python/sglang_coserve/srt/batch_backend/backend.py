@@ -105,7 +105,8 @@ class BatchBackend(Backend):
 
     ``fingerprint`` is that of the model that was loaded at the start. With ``moves_kv`` engines
     leave the KV of lines for each other. ``expected_tokens_per_s``
-    is the rate of offline tokens before any was served, None if unknown.
+    is the rate of offline tokens before any was served, None if unknown. ``stalled_by`` returns why
+    the engine serves no lines, None while it does.
     """
 
     def __init__(
@@ -116,7 +117,9 @@ class BatchBackend(Backend):
         fingerprint: str,
         moves_kv: bool = False,
         expected_tokens_per_s: float | None = None,
+        stalled_by: Callable[[], str | None] = lambda: None,
     ) -> None:
+        self._stalled_by = stalled_by
         self._tokenizer_manager = tokenizer_manager
         self._fingerprint = fingerprint
         self._moves_kv = moves_kv
@@ -161,6 +164,11 @@ class BatchBackend(Backend):
     def model_names(self) -> tuple[str, ...]:
         """See ``Backend.model_names``."""
         return model_names(self._tokenizer_manager)
+
+    @property
+    def stalled_by(self) -> str | None:
+        """See ``Backend.stalled_by``."""
+        return self._stalled_by()
 
     @property
     def is_stopping(self) -> bool:

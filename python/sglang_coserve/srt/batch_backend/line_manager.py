@@ -17,15 +17,12 @@ from sglang_coserve.lines.backend import LineRequest
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.endpoints import OnLoop
 from sglang_coserve.srt.compat.requests import can_continue
-from sglang_coserve.srt.marks.offline_marks import Marks, offline_marks, prompt_marks, sent_with
+from sglang_coserve.srt.marks.offline_marks import Marks, offline_marks, sent_with
 from sglang_coserve.srt.monitoring.scheduler_query import moved_tokens
 
 _LAST_TOKENS_S: Final = 10.0
 """How long to wait for the tokens of a line that is taken out: the engine gives them at the end of
 its step, and no step that was measured takes so long."""
-
-_PROMPT_ENDS_TOKENS: Final = 16
-"""What a request may generate of which only the prompt is wanted. It leaves after the first."""
 
 _STREAM_INTERVAL_TOKENS: Final = 16
 """Interval in tokens at which a line's new tokens are reported. SGLang's own is 50; each report is
@@ -189,19 +186,9 @@ class LineManager:
         """
         line = self._line
         is_embedding = isinstance(request, EmbeddingReqInput)
-        if line.only_prompt:
-            self.is_leaving = True
-            choices = (request.sampling_params or {}).get("n", 1)
-            request.sampling_params = {
-                "max_new_tokens": _PROMPT_ENDS_TOKENS,
-                "ignore_eos": True,
-                "n": choices,
-            }
         is_continuable = not is_embedding and can_continue(
             request, self._inner.preferred_sampling_params
         )
-        if line.only_prompt and not is_continuable:
-            raise ValueError("the KV of this request's prompt cannot be moved")
         marks = offline_marks(
             due_in_s=None if line.deadline_s is None else line.deadline_s - time.time(),
             job=line.batch_id,
@@ -209,8 +196,6 @@ class LineManager:
             expected_output_tokens=line.expected_output_tokens,
             moved_kv=self._kv_mark() if is_continuable else None,
         )
-        if line.only_prompt:
-            marks = prompt_marks(self.kv_model)
         self._is_continuable = is_continuable
         if is_continuable:
             request.stream = True

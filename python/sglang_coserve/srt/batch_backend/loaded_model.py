@@ -186,9 +186,15 @@ def model_in_use(manager: Any, loaded: str) -> str:
 
 
 def model_names(manager: Any) -> tuple[str, ...]:
-    """Return what requests may ask for: the model's name, and then its adapters'."""
-    adapters = manager.lora_registry.get_all_adapters().values()
-    return (str(manager.served_model_name), *(adapter.lora_name for adapter in adapters))
+    """Return what requests may ask for: the model's name, and then its adapters'.
+
+    With ``--max-loaded-loras`` SGLang loads an adapter again when a request asks for the adapter.
+    """
+    if compat.settings_of(manager.server_args).max_loaded_loras is None:
+        adapters = manager.lora_registry.get_all_adapters()
+    else:
+        adapters = manager.lora_ref_cache
+    return (str(manager.served_model_name), *adapters)
 
 
 def kv_format(server_args: Any) -> KvFormat:

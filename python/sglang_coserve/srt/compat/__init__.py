@@ -1,7 +1,7 @@
 """What depends on the version of SGLang: differences, replacements, the check at start-up.
 
 - ``versions``: the supported ones; its ``check_version``, at start-up, refuses others.
-- ``by_version`` chooses between ``v17`` and ``v22``.
+- ``by_version`` chooses between ``v17`` and ``v23``.
 - ``replacements``, ``requests``, ``settings``: what the rest of ``srt`` calls.
 
 ``scripts/seams`` lists every private name that co-serving relies on, and looks it up in any

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.srt.compat.by_version import model_config_of, settings_of
 
@@ -54,9 +53,7 @@ def check_server_args(server_args: Any, config: CoserveConfig) -> None:
     Raises:
         UnsupportedError: one line per such setting.
     """
-    refusals = _refusals(server_args, config)
-    if config.offline_policy != "fifo":  # Which leaves these decisions to SGLang.
-        refusals += _other_decisions(server_args, config.offline_policy)
+    refusals = [*_refusals(server_args, config), *_other_decisions(server_args)]
     lines = [
         f"co-serving does not support {refusal.name}: {refusal.reason}: {refusal.instead}"
         for refusal in refusals
@@ -80,21 +77,17 @@ def check_one_replica(server_args: Any) -> None:
         )
 
 
-def check_window_cache(server_args: Any, offline_policy: str) -> None:
+def check_window_cache(server_args: Any) -> None:
     """Refuse to plan for engines on which planning was seen not to terminate.
 
     Raises:
         UnsupportedError: layers with a sliding window have a pool of their own, and no radix cache.
     """
-    if (
-        offline_policy != "fifo"
-        and settings_of(server_args).disable_radix_cache
-        and model_config_of(server_args).is_hybrid_swa
-    ):
+    is_cached = not settings_of(server_args).disable_radix_cache
+    if not is_cached and model_config_of(server_args).is_hybrid_swa:
         raise UnsupportedError(
-            f"--offline-policy {offline_policy} needs the radix cache for this model, whose "
-            "sliding windows have a KV pool of their own: remove --disable-radix-cache, or add "
-            "--disable-hybrid-swa-memory or --offline-policy fifo"
+            "co-serving needs the radix cache for this model, whose sliding windows have a KV pool "
+            "of their own: remove --disable-radix-cache, or add --disable-hybrid-swa-memory"
         )
 
 
@@ -174,9 +167,10 @@ def _refusals(args: Any, config: CoserveConfig) -> list[_Refusal]:
             "let a proxy in front speak HTTP/2",
         ),
         _Refusal(
-            args.grpc_mode or args.smg_grpc_mode,
-            "the gRPC server (--grpc-mode)",
-            "it has no marks, no Batch API and no /coserve/status",
+            # Since 0.5.22 the port alone starts it, which SGLANG_GRPC_PORT may name as well.
+            args.grpc_mode or args.smg_grpc_mode or getattr(args, "grpc_port", None) is not None,
+            "gRPC (--grpc-mode, --grpc-port, SGLANG_GRPC_PORT)",
+            "its calls pass no limits of bodies and no keys, and it has no Batch API",
             "serve HTTP",
         ),
         _Refusal(
@@ -205,49 +199,44 @@ def _refusals(args: Any, config: CoserveConfig) -> list[_Refusal]:
             "there are no graphs",
             "remove the setting",
         ),
-        _Refusal(
-            config.checkpoint_mode is not CheckpointMode.OFF and args.pp_size > 1,
-            "--kv-checkpoint with pipeline parallelism (--pp-size > 1)",
-            "SGLang's stages do not agree when a copy has ended",
-            "remove one of the two",
-        ),
     ]
 
 
-def _other_decisions(args: Any, offline_policy: str) -> list[_Refusal]:
+def _other_decisions(args: Any) -> list[_Refusal]:
     """Return the settings that decide in place of a plan."""
-    policy = f"with --offline-policy {offline_policy}"
-    instead = "remove the setting, or add --offline-policy fifo"
+    from sglang.srt.environ import envs
+
     return [
+        _Refusal(
+            envs.SGLANG_REQ_RUNNING_TIMEOUT.get() > 0,
+            "a time limit of running requests (SGLANG_REQ_RUNNING_TIMEOUT)",
+            "SGLang would count the time in which a plan pauses an offline request",
+            "unset the variable",
+        ),
         _Refusal(
             # Since 0.5.19.
             getattr(args, "prefill_decode_interval", 0),
-            f"decode steps between prefills (--prefill-decode-interval) {policy}",
+            "decode steps between prefills (--prefill-decode-interval)",
             "SGLang would decide before a plan is asked for",
-            instead,
         ),
         _Refusal(
             (args.min_free_slots_delay or 0) > 1,
-            f"prefills that wait for free slots (--min-free-slots-delay) {policy}",
+            "prefills that wait for free slots (--min-free-slots-delay)",
             "SGLang would hold back what a plan starts",
-            instead,
         ),
         _Refusal(
             args.enable_prefill_delayer,
-            f"--enable-prefill-delayer {policy}",
+            "--enable-prefill-delayer",
             "SGLang would hold back what a plan starts",
-            instead,
         ),
         _Refusal(
             args.enable_dynamic_chunking,
-            f"--enable-dynamic-chunking {policy}",
+            "--enable-dynamic-chunking",
             "SGLang would choose the size of chunks that a plan has chosen",
-            instead,
         ),
         _Refusal(
             args.schedule_policy != "fcfs",
-            f"--schedule-policy {args.schedule_policy} {policy}",
+            f"--schedule-policy {args.schedule_policy}",
             "SGLang would sort what a plan has ordered",
-            instead,
         ),
     ]

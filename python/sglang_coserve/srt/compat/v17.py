@@ -1,8 +1,8 @@
-"""SGLang 0.5.17: what ``v22`` says of each function, where nothing else is said here."""
+"""SGLang 0.5.17: what ``v23`` says of each function, where nothing else is said here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_coserve.guard.replacements import replace
@@ -14,12 +14,18 @@ ScheduleBatch = Any
 
 
 def settings_of(server_args: Any) -> Any:
-    """As in ``v22``; they are in effect as soon as they are made."""
+    """As in ``v23``; they are in effect as soon as they are made."""
     return server_args
 
 
 def model_config_of(server_args: Any) -> Any:
     return server_args.get_model_config()
+
+
+def log_settings_through(told: Callable[[Mapping[str, Any]], Any]) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    ServerArgs.__repr__ = lambda args: f"ServerArgs({told(vars(args))})"
 
 
 def own_number_settings() -> tuple[str, ...]:
@@ -56,8 +62,12 @@ def prefix_tokens(req: Req) -> int:
     return len(req.prefix_indices)
 
 
+def new_tokens(req: Req) -> int:
+    return int(req.extend_range.length)
+
+
 def cached_prefix_tokens(tree_cache: Any, req: Req) -> int:
-    """As in ``v22`` before 0.5.23."""
+    """As in ``v23``, but every cache is matched."""
     req.init_next_round_input(tree_cache, cow_mamba=False)
     return prefix_tokens(req)
 
@@ -82,7 +92,7 @@ def free_prepared(req: Req, scheduler: Any) -> None:
 
 
 def release_kv(req: Req, tree_cache: Any, *, keeps: bool) -> None:
-    """As in ``v22``, of every cache."""
+    """As in ``v23``, of every cache."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
     release_kv_cache(req, tree_cache, is_insert=keeps)
@@ -161,8 +171,16 @@ def inserting_cache(kind: type) -> type:
     return InsertingCache
 
 
+INSERTING_METHODS: tuple[str, ...] = ("cache_unfinished_req", "cache_finished_req")
+
+
+def prefix_namespace(req: Req) -> Any:
+    """As in ``v23``."""
+    return req.extra_key
+
+
 def radix_key(req: Req, tokens: int) -> Any:
-    """As in ``v22``; salts are a part of ``extra_key``."""
+    """As in ``v23``; salts are a part of ``extra_key``."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     return RadixKey((req.origin_input_ids + req.output_ids)[:tokens], req.extra_key)
@@ -242,7 +260,7 @@ def start_scheduler(
 
 
 def num_core_sets(server_args: Any) -> int:
-    """As in ``v22``: here one for the ranks of all stages that have the same place among those of
+    """As in ``v23``: here one for the ranks of all stages that have the same place among those of
     a stage."""
     return int(server_args.tp_size)
 
@@ -257,7 +275,7 @@ def aborted_errors() -> tuple[type[Exception], ...]:
 
 
 def mend_routes() -> None:
-    """As in ``v22``, where SGLang would answer with a 500."""
+    """As in ``v23``, where SGLang would answer with a 500."""
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -288,6 +306,6 @@ def steady_state(
     concurrency_ratio: float,
     requests: Sequence[Any] | None,
 ) -> dict[str, Any] | None:
-    """As in ``v22``; bench_serving says nothing of it here."""
+    """As in ``v23``; bench_serving says nothing of it here."""
     del outputs, tokenizer, concurrency_ratio, requests
     return None

@@ -10,14 +10,10 @@ from typing import Final
 
 from sglang_coserve.errors import UnsupportedError
 
-SUPPORTED: Final = ("0.5.17", "0.5.22", "0.5.23")
-"""The versions that the seams were checked against. The first one is that of a stack with torch
-2.11."""
+SUPPORTED: Final = ("0.5.17", "0.5.23")
+"""The versions with which the whole test suite has passed. The first one is for torch 2.11."""
 
 NEWEST: Final = SUPPORTED[-1]
-
-TESTED: Final = ("0.5.17", "0.5.23")
-"""The versions with which the whole test suite has passed."""
 
 
 def version_key(version: str) -> tuple[int, int, int]:
@@ -41,9 +37,9 @@ def installed_version() -> str | None:
         return None
 
 
-def uses_v22(version: str) -> bool:
-    """Return whether ``v22`` is for ``version``, supported or not, instead of ``v17``."""
-    return version_key(version) >= version_key("0.5.22")
+def uses_v23(version: str) -> bool:
+    """Return whether ``v23`` is for ``version``, supported or not, instead of ``v17``."""
+    return version_key(version) >= version_key("0.5.23")
 
 
 def supported_text() -> str:
@@ -53,10 +49,7 @@ def supported_text() -> str:
 
 def start_up_line() -> str:
     """Name the installed version, and what is known of it, for the log of a server."""
-    return (
-        f"co-serving on SGLang {installed_version()} (supported: {supported_text()}; the whole "
-        f"test suite was run with {', '.join(TESTED)})"
-    )
+    return f"co-serving on SGLang {installed_version()} (supported: {supported_text()})"
 
 
 OVERRIDE_VARIABLE: Final = "COSERVE_UNTESTED_SGLANG"

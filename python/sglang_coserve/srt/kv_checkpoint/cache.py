@@ -9,7 +9,7 @@ device slots can be reclaimed at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
@@ -21,7 +21,6 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_copies import CheckpointWriter, CopyJobs
@@ -35,6 +34,7 @@ from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
 )
 from sglang_coserve.srt.kv_checkpoint.reclaim import Prefetches, Reclaimer
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace, RequestCheckpoint
+from sglang_coserve.srt.kv_checkpoint.strategies import Strategy
 from sglang_coserve.srt.marks.request_marks import is_offline
 
 Node = Any
@@ -45,9 +45,12 @@ Req = Any
 class CheckpointCache(UnifiedRadixCache):
     """A radix cache with checkpoints of offline KV; runs in the scheduler's thread."""
 
-    def __init__(self, params: Any, server_args: Any, policy: CheckpointPolicy) -> None:
-        self.policy = policy
+    def __init__(self, params: Any, server_args: Any, strategy: Strategy) -> None:
+        self.strategy = strategy
         self.counts: Counter[str] = Counter()
+        self.waited: Callable[[float], None] = lambda _seconds: None
+        """Told of each wait for copies, in seconds."""
+
         self.step = 0
         self._inserting = RequestClass.ONLINE
         params.tree_components = (BASE_COMPONENT_TYPE,)
@@ -131,18 +134,16 @@ class CheckpointCache(UnifiedRadixCache):
             self.forget(req.rid)
 
     def copy_to_host(self, req: Req) -> None:
-        """Begin to copy what is not on the host yet of a request that was released, in any mode."""
+        """Begin to copy what is not on the host yet of a request that was released."""
         self._saver.save_path(self._pinned_path(req.rid), self.step)
 
     def saved_slots(self, req: Req) -> torch.Tensor | None:
         """Return the host slots of a released request's first tokens, as many as are on the host.
 
         Without the page of its last token, whose KV may have been computed just then: under overlap
-        scheduling a copy does not wait for that. Of an online request only the prompt goes on.
-        None while some are being copied.
+        scheduling a copy does not wait for that. None while some are being copied.
         """
-        output = len(req.output_ids) if is_offline(req) else 0
-        computed = len(req.origin_input_ids) + output - 1
+        computed = len(req.origin_input_ids) + len(req.output_ids) - 1
         path = self._pinned_path(req.rid)
         if any(map(self.copies.is_copying, path)):
             return None
@@ -308,7 +309,7 @@ class CheckpointCache(UnifiedRadixCache):
     def sanity_check(self) -> None:
         """Check the tree as SGLang does when it is idle. O(tree)."""
         # Lazy copies save the end of a path before its beginning, like SGLang's write-back.
-        self.is_write_back = self.policy.mode is CheckpointMode.LAZY
+        self.is_write_back = self.strategy.saves_on_reclaim
         try:
             super().sanity_check()
         finally:

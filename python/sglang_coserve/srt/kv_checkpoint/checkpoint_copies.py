@@ -7,13 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOperation
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
 
-from sglang_coserve.core.kv_checkpoint import plan_copies
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     can_save,
@@ -24,6 +23,9 @@ from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint, slots_of_runs
 
 _POLL_S = 0.0002
+
+_STALL_STEPS: Final = 256
+"""A copy that takes longer than this many steps counts as stuck: no more copies are begun."""
 
 
 class RequestCopy(NamedTuple):
@@ -88,7 +90,7 @@ class CopyJobs:
     def is_stuck(self, step: int) -> bool:
         """Return whether copying counts as stuck, by the age of the oldest copy."""
         oldest_step = next((job.begun_step for job in self._jobs.values()), step)
-        return bool(step - oldest_step > self._cache.policy.stall_steps)
+        return step - oldest_step > _STALL_STEPS
 
     def may_begin(self, step: int) -> bool:
         """Return whether a copy may be begun: no recent refusal of host memory, and not stuck."""
@@ -168,6 +170,7 @@ class CopyJobs:
         """
         cache = self._cache
         acks = cache.cache_controller.ack_write_queue
+        began_s = time.perf_counter()
         deadline_s = time.monotonic() + timeout_s
         is_done = True
         while acks and not acks[-1].finish_event.query():
@@ -177,6 +180,7 @@ class CopyJobs:
             time.sleep(_POLL_S)
         if cache.tp_world_size > 1:
             is_done = bool(cache.least_of_ranks([is_done])[0])
+        cache.waited(time.perf_counter() - began_s)
         if is_done:
             cache.writing_check(finish_count=len(acks))
         else:
@@ -191,7 +195,7 @@ Target = tuple[Node | RequestCheckpoint, int]
 
 
 class CheckpointWriter:
-    """Carries out the plans of ``core.kv_checkpoint``; keeps the checkpoints of running requests.
+    """Copies what the strategy says; keeps the checkpoints of running requests.
 
     It runs in every step, so all requests of a step share one copy operation.
     """
@@ -237,8 +241,8 @@ class CheckpointWriter:
         if self._cache.copies.is_stuck(step):
             self._cache.counts["stalled_steps"] += 1
             return 0
-        plan = self._plan(unsaved)
-        return self._copy(self._targets(plan), step) if plan else 0
+        copies = self._to_copy(unsaved)
+        return self._copy(self._targets(copies), step) if copies else 0
 
     def save_released(self, rid: str, end: Node, step: int) -> None:
         """Begin to copy the unsaved nodes, up to ``end``, of a request that is being retracted.
@@ -248,11 +252,11 @@ class CheckpointWriter:
         if not self._cache.copies.may_begin(step):
             return
         targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
-        if self._plan({rid: sum(tokens for _, tokens in targets)}):
+        if self._to_copy({rid: sum(tokens for _, tokens in targets)}):
             self._copy(targets, step)
 
     def save_path(self, path: Sequence[Node], step: int) -> None:
-        """Begin to copy what is not saved of a path from the root, whatever the mode."""
+        """Begin to copy what is not saved of a path from the root, whatever the strategy."""
         targets: list[Target] = [
             (node, len(node.key))
             for node in path
@@ -261,17 +265,12 @@ class CheckpointWriter:
         if targets and self._cache.copies.may_begin(step):
             self._copy(targets, step)
 
-    def _plan(self, unsaved: Mapping[str, int]) -> dict[str, int]:
+    def _to_copy(self, unsaved: Mapping[str, int]) -> dict[str, int]:
         cache = self._cache
-        allocator = cache.token_to_kv_pool_allocator
-        unused = allocator.available_size() + cache.evictable_size()
-        return plan_copies(
-            self._cache.policy,
-            unsaved,
-            cache.page_size,
-            used_share=1 - unused / allocator.size,
-            in_flight_tokens=self._cache.copies.in_flight_tokens,
+        copies: dict[str, int] = cache.strategy.to_copy(
+            unsaved, cache.page_size, cache.copies.in_flight_tokens
         )
+        return copies
 
     def _unsaved(self) -> dict[str, int]:
         unsaved = {}
@@ -290,11 +289,11 @@ class CheckpointWriter:
         path = unsaved_path(end, self._cache.root_node)
         return [node for node in path if not self._cache.copies.is_copying(node)]
 
-    def _targets(self, plan: Mapping[str, int]) -> list[Target]:
-        """Return the targets of a plan; the nodes of a request's prefix come before the request."""
+    def _targets(self, copies: Mapping[str, int]) -> list[Target]:
+        """Return the targets of copies; the nodes of a request's prefix come before the request."""
         targets: list[Target] = []
         begun: set[int] = set()
-        for rid, tokens in plan.items():
+        for rid, tokens in copies.items():
             checkpoint, left = self.checkpoints[rid], tokens
             for node in self._not_begun(self._prefix_end(checkpoint)):
                 left -= len(node.key)

@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingLoadBack
 
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, reclaim_tokens
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_copies import PendingCopy
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
@@ -26,15 +25,23 @@ from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
 Node = Any
 
 _LAZY_TIMEOUT_S: Final = 1.0
-"""Longest time that online work waits for copies of what is reclaimed (``LAZY``)."""
+"""Longest time that online work waits for copies of what is reclaimed (``Lazy``)."""
 
 _UNDER_WAY_TIMEOUT_S: Final = 0.02
 """Longest wait if all that can be reclaimed is already being copied, e.g. a prompt chunk that was
 just computed. Mostly a few ms, which is cheaper than computing the chunk again."""
 
 
+def reclaim_tokens(wanted_tokens: int, least_tokens: int, page_tokens: int) -> int:
+    """Return how many tokens to reclaim, in whole pages, when ``wanted_tokens`` are needed."""
+    return -(-max(wanted_tokens, least_tokens) // page_tokens) * page_tokens
+
+
 class Reclaimer:
     """Frees memory of nodes that no running request uses, offline and least recently used first."""
+
+    least_tokens = 128
+    """Fewest tokens to reclaim at a time, so that not every step reclaims a few."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -51,7 +58,7 @@ class Reclaimer:
         """
         cache, tree = self._cache, self._cache.tree_core
         order = tree.eviction_strategy
-        wanted = reclaim_tokens(tokens, self._cache.policy.reclaim_tokens, cache.page_size)
+        wanted = reclaim_tokens(tokens, self.least_tokens, cache.page_size)
         least = reclaim_tokens(tokens, 0, cache.page_size)
         heap = [(order.get_priority(node), node) for node in tree.evictable_device_leaves]
         heapq.heapify(heap)
@@ -101,9 +108,9 @@ class Reclaimer:
     # --- Lazy copies ---------------------------------------------------------------------
 
     def _is_saved_late(self, node: Node) -> bool:
-        """Begin to copy a node before its device slots are freed (``LAZY``), if possible."""
+        """Begin to copy a node before its device slots are freed (``Lazy``), if possible."""
         cache, tokens = self._cache, len(device_slots(node))
-        if self._cache.policy.mode is not CheckpointMode.LAZY:
+        if not cache.strategy.saves_on_reclaim:
             return False
         # Save an online node only if it has children on the host, which are useless without it.
         if not is_offline_node(node) and not node.children:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_coserve.core.kv_checkpoint import Backoff
 from sglang_coserve.srt import compat
 
 Req = Any
@@ -92,6 +92,31 @@ def slots_of_runs(req_to_token: torch.Tensor, runs: Iterable[Run]) -> torch.Tens
 
 Slots = Any
 """A tensor of host slots, one per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Exponential back-off after host memory was refused: 1, 2, 4 … steps without a request.
+
+    Time is counted in steps, so that all ranks of a tensor-parallel engine decide alike.
+    """
+
+    most_steps: int = 256
+    failures: int = 0
+    retry_step: int = 0
+
+    def may_try(self, step: int) -> bool:
+        """Return whether host memory may be requested in this step."""
+        return step >= self.retry_step
+
+    def failed(self, step: int) -> Backoff:
+        """Return the back-off after a refusal in this step."""
+        wait = min(2**self.failures, self.most_steps)
+        return replace(self, failures=min(self.failures + 1, 32), retry_step=step + 1 + wait)
+
+    def succeeded(self) -> Backoff:
+        """Return the back-off after memory was granted."""
+        return replace(self, failures=0, retry_step=0) if self.failures else self
 
 
 class HostSpace:

@@ -18,12 +18,13 @@ from typing import Any, Final
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Send
 
-from sglang_coserve.asgi import error_content, send_json
+from sglang_coserve.asgi import openai_error, send_json
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIER
 from sglang_coserve.srt.marks.wanted_model import in_protocol_of
 
 _OVERLOADED: Final = HTTPStatus.SERVICE_UNAVAILABLE.value
 _STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
+_ONE_ID: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
 _RETRY_AFTER: Final = ("retry-after", "1")
 """One second, the smallest value of the header. Refusing costs next to nothing, so clients may
 retry early."""
@@ -34,8 +35,12 @@ _ANSWER: Final[ContextVar[OverloadAnswer | None]] = ContextVar(
 
 
 async def telling_refusals(outputs: AsyncIterator[Any]) -> AsyncGenerator[Any]:
-    """Yield the engine's outputs of a request; tell the answer to it of each before."""
-    answer = _ANSWER.get()
+    """Yield the engine's outputs of a request; tell the answer to it of each before.
+
+    The choices of one of OpenAI's answers get one id: each is a request of its own in the engine.
+    """
+    answer, first_id = _ANSWER.get(), None
+    has_one_id = answer is not None and answer.has_one_id
     try:
         async for output in outputs:
             about = output.get("meta_info", {}) if isinstance(output, dict) else {}
@@ -43,6 +48,10 @@ async def telling_refusals(outputs: AsyncIterator[Any]) -> AsyncGenerator[Any]:
             is_refusal = isinstance(reason, dict) and reason.get("status_code") == _OVERLOADED
             if answer is not None:
                 answer.hear(str(reason.get("message")) if is_refusal else None)
+            if has_one_id and about:
+                first_id = first_id or about["id"]
+                if about["id"] != first_id:
+                    output = {**output, "meta_info": {**about, "id": first_id}}
             yield output
     except HTTPException as error:
         if answer is not None and error.status_code == _OVERLOADED:
@@ -65,6 +74,11 @@ class OverloadAnswer:
         self._has_started = False
         self._refusal: str | None = None
         self._is_replaced = False
+
+    @property
+    def has_one_id(self) -> bool:
+        """Whether the protocol has one id for all parts of an answer."""
+        return self._path in _ONE_ID
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -91,7 +105,7 @@ class OverloadAnswer:
             message = _with_retry_after(message)
         elif self._refusal is not None and not self._has_started:
             self._is_replaced = True
-            error = error_content(_OVERLOADED, self._refusal)
+            error = openai_error(_OVERLOADED, self._refusal)
             content = in_protocol_of(self._path, error, "overloaded_error", self._refusal)
             await send_json(self._send, _OVERLOADED, content, dict([_RETRY_AFTER]))
             return

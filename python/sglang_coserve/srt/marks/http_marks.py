@@ -14,7 +14,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from sglang_coserve.asgi import OBJECTIVE_HEADERS
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, GatewayHints
@@ -81,6 +80,44 @@ def class_of_body(body: Mapping[str, Any]) -> RequestClass | None:
     return next(iter(asked.values()), None)
 
 
+_SMG_PRIORITY: Final = b"x-smg-priority"
+_DYNAMO_PRIORITY: Final = b"x-dynamo-request-priority"
+
+
+def is_bulk(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether SGLang's router says so."""
+    return dict(headers).get(_SMG_PRIORITY, b"").strip().lower() == b"bulk"
+
+
+def priority_in(
+    headers: Iterable[tuple[bytes, bytes]], body: Mapping[str, Any]
+) -> tuple[float | None, bool]:
+    """Return the priority of a request, and whether a header says it.
+
+    Dynamo's header comes before its hint, and the hint before SGLang's own field. None without any;
+    what is no number in a body is none, since the route refuses it.
+
+    Raises:
+        RequestError: the header is no number.
+    """
+    if (value := dict(headers).get(_DYNAMO_PRIORITY)) is not None:
+        try:
+            priority = float(value)
+        except ValueError:
+            priority = math.nan
+        if math.isnan(priority):
+            text = value.decode("latin-1")[:64]
+            raise RequestError(f"{_DYNAMO_PRIORITY.decode()} is {text!r}: use a number")
+        return priority, True
+    nvext = body.get("nvext")
+    hints = nvext.get("agent_hints") if isinstance(nvext, Mapping) else None
+    for fields in (hints, body):
+        found = fields.get("priority") if isinstance(fields, Mapping) else None
+        if type(found) in (int, float):
+            return found, False
+    return None, False
+
+
 def _class_of_tier(tier: object) -> RequestClass:
     if not isinstance(tier, str) or tier not in SERVICE_TIERS:
         valid = ", ".join(repr(name) for name in SERVICE_TIERS)
@@ -88,8 +125,8 @@ def _class_of_tier(tier: object) -> RequestClass:
     return SERVICE_TIERS[tier]
 
 
-# As of ``OBJECTIVE_HEADERS`` the first that is there counts: llm-d's, its older one, and that of
-# SGLang's router.
+# Headers by rank: llm-d's, llm-d's older name, the header of SGLang's router. The first counts.
+_OBJECTIVE: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
 _TTL: Final = (b"x-llm-d-inference-ttl", b"x-gateway-inference-ttl")
 _TTFT: Final = (b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms", b"x-sgl-ttft-slo-ms")
 _TPOT: Final = (b"x-llm-d-slo-tpot-ms", b"x-slo-tpot-ms")
@@ -110,7 +147,7 @@ def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> GatewayHints:
     found = {name: value for name, value in headers if name.startswith(b"x-")}
     if not found:
         return GatewayHints()
-    _, objective = _first(found, OBJECTIVE_HEADERS)
+    _, objective = _first(found, _OBJECTIVE)
     name, ttl = _first(found, _TTL)
     hints = GatewayHints(
         objective=objective.decode("latin-1").strip() or None,

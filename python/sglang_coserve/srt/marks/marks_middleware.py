@@ -11,7 +11,6 @@ names the class; those of OpenAI routes also name the tier used.
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -22,11 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay, route_path, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
+from sglang_coserve.guard.route_table import known_paths
 from sglang_coserve.srt.marks.answers import OverloadAnswer, TierWriter
 from sglang_coserve.srt.marks.http_marks import (
     SERVICE_TIER,
+    is_bulk,
     marks_of_body,
     marks_of_headers,
+    priority_in,
     tier_used,
 )
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, said_by_client
@@ -34,14 +36,7 @@ from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, said_
 _OPENAI_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 """Routes whose answers have a ``service_tier``."""
 
-_ROUTE_VARIABLES: Final = (
-    *("SGLANG_OLLAMA_CHAT_ROUTE", "SGLANG_OLLAMA_GENERATE_ROUTE", "AIP_PREDICT_ROUTE"),
-)
-"""SGLang takes other paths of some routes from the environment."""
-
-MARKED_PATHS: Final = frozenset(
-    (*ENGINE_PATHS, *(os.environ[name] for name in _ROUTE_VARIABLES if name in os.environ))
-)
+MARKED_PATHS: Final = frozenset(known_paths(ENGINE_PATHS))
 """Routes whose requests may be marked."""
 
 CLASS_HEADER: Final = "x-coserve-class"
@@ -60,15 +55,29 @@ STRICT_PATHS: Final = ("/v1/decisions",)
 class MarksMiddleware:
     """Stands behind what bounds a body and puts it together; see the module's docstring."""
 
-    def __init__(self, app: ASGIApp, offline_objectives: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        offline_objectives: Iterable[str] = (),
+        offline_priority_below: float | None = None,
+    ) -> None:
         """Wrap ``app``.
 
         ``offline_objectives`` are values of a gateway's header that make a request offline; ``*``
-        stands for any text.
+        stands for any text. So does a priority below ``offline_priority_below``.
         """
         self._app = app
         patterns = [fnmatch.translate(each) for each in offline_objectives]
+        self._below = offline_priority_below
+        self._names = _NAMES if offline_priority_below is None else (*_NAMES, b'"priority"')
         self._is_offline = re.compile("|".join(patterns) or r"(?!)").match
+
+    def _is_low(self, scope: Scope, fields: Mapping[str, Any]) -> tuple[bool, bool]:
+        """Return whether a request's priority makes it offline, and whether a header says it."""
+        if self._below is None:
+            return False, False
+        priority, is_from_gateway = priority_in(scope["headers"], fields)
+        return priority is not None and priority < self._below, is_from_gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -79,26 +88,35 @@ class MarksMiddleware:
         try:
             hints = marks_of_headers(scope["headers"])
             marks: dict[str, Any] = {}
+            fields: Mapping[str, Any] = {}
             names_tier, is_background = path in _OPENAI_PATHS, False
             if not is_form(scope):
                 body = (await receive()).get("body", b"")
                 # A body without the name of a mark is not parsed.
-                fields = _fields(body) if any(name in body for name in _NAMES) else {}
+                fields = _fields(body) if any(name in body for name in self._names) else {}
                 marks = marks_of_body(fields)
                 # The Batch API answers those, and names the tier itself.
-                is_background = fields.get("background") is True
+                is_background = path == "/v1/responses" and fields.get("background") is True
                 names_tier = names_tier and not is_background
                 known = _known_to_sglang(path, fields)
                 if known is not fields:
                     body = orjson.dumps(known)
                     scope = dict(scope, headers=_with_length(scope["headers"], len(body)))
                 receive = replay(body, receive)
+            is_low, is_from_gateway = self._is_low(scope, fields)
         except RequestError as error:
             await send_error(send, 400, str(error))
             return
-        if hints.objective is not None:  # A gateway's headers override the body.
+        named = None
+        if is_bulk(scope["headers"]) or (is_low and is_from_gateway):
+            named = RequestClass.OFFLINE
+        elif is_low and CLASS_KEY not in marks:
+            marks[CLASS_KEY] = RequestClass.OFFLINE.value
+        if hints.objective is not None:
             is_offline = self._is_offline(hints.objective)
-            marks[CLASS_KEY] = (RequestClass.OFFLINE if is_offline else RequestClass.ONLINE).value
+            named = RequestClass.OFFLINE if is_offline else RequestClass.ONLINE
+        if named is not None:  # A gateway's headers override the body.
+            marks[CLASS_KEY] = named.value
         if CLASS_KEY in marks:
             send = _naming(send, RequestClass(marks[CLASS_KEY]), names_tier=names_tier)
         answer = OverloadAnswer(send, path)

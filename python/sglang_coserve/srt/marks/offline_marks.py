@@ -12,13 +12,13 @@ take the arrival time from rank 0, compute the same deadline.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt.marks.request_marks import CLASS_KEY, DEADLINE_KEY, KV_KEY, mark_of
+from sglang_coserve.srt.marks.request_marks import CLASS_KEY, DEADLINE_KEY, mark_of
 
 _ARRIVAL_KEY: Final = "_coserve_arrival_s"
 _DUE_IN_KEY: Final = "_coserve_due_in_s"
@@ -26,7 +26,6 @@ _EXPECTED_KEY: Final = "_coserve_expected_tokens"
 _JOB_KEY: Final = "_coserve_job"
 _GENERATED_KEY: Final = "_coserve_generated"
 _MOVED_KV_KEY: Final = "_coserve_moved_kv"
-_LEAVES_WITH_KEY: Final = "_coserve_leaves_with"
 
 Req = Any
 Marks = Mapping[str, float | str | list[int] | tuple[str, int, str]]
@@ -69,11 +68,6 @@ def offline_marks(
     return marks
 
 
-def prompt_marks(kv_model: str) -> Marks:
-    """Return the marks of an online request that leaves after its prompt, with KV of that model."""
-    return {_LEAVES_WITH_KEY: kv_model}
-
-
 @contextmanager
 def sent_with(marks: Marks) -> Iterator[None]:
     """Make ``attach_marks`` add ``marks`` to requests that this task sends in this context."""
@@ -89,14 +83,6 @@ def attach_marks(sampling_params: Any) -> None:
     marks = _MARKS.get()
     if marks is not None:
         _add(sampling_params, marks)
-
-
-def go_on_with_kv(sampling_params: Any, kv_in_use: Callable[[], str | None]) -> None:
-    """Let a request go on with the KV that a gateway says was left for it, if it is of the model
-    that ``kv_in_use`` returns."""
-    kv = (sampling_params.custom_params or {}).get(KV_KEY)
-    if kv is not None and (model := kv_in_use()) is not None:
-        _add(sampling_params, {_MOVED_KV_KEY: (*kv, model)})
 
 
 def mark_arrival(received: Any, arrival_s: float) -> None:
@@ -136,12 +122,6 @@ def take_moved_kv(req: Req) -> tuple[str, int, str] | None:
     custom_params = req.sampling_params.custom_params
     moved = custom_params.pop(_MOVED_KV_KEY, None) if isinstance(custom_params, dict) else None
     return None if moved is None else tuple(moved)
-
-
-def leaves_with(req: Req) -> str | None:
-    """Return the model whose KV ``req`` leaves with after its prompt; None if it stays."""
-    model: str | None = mark_of(req, _LEAVES_WITH_KEY)
-    return model
 
 
 def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:

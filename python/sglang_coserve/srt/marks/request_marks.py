@@ -18,7 +18,8 @@ from typing import Any, Final
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.engine_limits import Bound, check_number
+from sglang_coserve.guard.engine_limits import check_number
+from sglang_coserve.guard.request_fields import Bound
 
 MARK_PREFIX = "coserve_"
 """Prefix of the keys in ``custom_params`` and in bodies that are marks."""
@@ -40,10 +41,6 @@ TPOT_KEY = "coserve_slo_tpot_ms"
 DEADLINE_KEY = "coserve_deadline_s"
 """Seconds from its arrival within which an offline request should be finished."""
 
-KV_KEY = "coserve_kv"
-"""Where a gateway has had KV of the prompt left, as ``MovedKv``: [name, tokens]. Nobody else knows
-a name of any use."""
-
 _LEAST_MS: Final = 1e-3
 """No step of an engine is as short as a microsecond, so a shorter time asks for nothing more; the
 inverse and the logarithm of this one are ordinary numbers."""
@@ -53,9 +50,6 @@ _MOST_MS: Final = 1e9
 
 _MOST_S: Final = 1e9
 """31 years."""
-
-_MOST_TOKENS: Final = 1 << 31
-"""More than any context has, and an integer that reaches the scheduler."""
 
 _BOUNDS: Final[Mapping[str, Bound]] = {
     TTFT_KEY: Bound(_LEAST_MS, _MOST_MS, "milliseconds"),
@@ -87,7 +81,7 @@ class GatewayHints:
         if request_class is RequestClass.OFFLINE:
             starts_in_s = None if self.ttft_ms is None else self.ttft_ms / 1e3
             due_in_s = [each for each in (self.ttl_s, starts_in_s) if each is not None]
-            if not due_in_s or not config.keeps_deadlines:
+            if not due_in_s:
                 return {}
             return {DEADLINE_KEY: _nearest(DEADLINE_KEY, min(due_in_s))}
         asked = {TTFT_KEY: self.ttft_ms, TPOT_KEY: self.tpot_ms}
@@ -127,7 +121,7 @@ def with_client_marks(
 
     Raises:
         RequestError: a mark is invalid (``check_marks``), two marks contradict each other, or
-            the client asks for a deadline or a target that the server's policy ignores.
+            the client asks for a target that the server's policy ignores.
     """
     said, hints = _SAID.get()
     within = custom_params or {}
@@ -144,11 +138,6 @@ def with_client_marks(
             useless = _TARGET_KEYS if said[CLASS_KEY] == _OFFLINE else (DEADLINE_KEY,)
             custom_params = {k: v for k, v in custom_params.items() if k not in useless}
     marks = check_marks(custom_params)
-    if DEADLINE_KEY in marks and not config.keeps_deadlines:
-        raise RequestError(
-            f"this server keeps no {DEADLINE_KEY}: its --offline-policy fifo serves offline "
-            "requests in order of arrival; leave it out, or start the server with another policy"
-        )
     for key in _TARGET_KEYS:
         if key in marks and config.ignores_targets:
             raise RequestError(
@@ -172,15 +161,8 @@ def check_marks(custom_params: object) -> dict[str, Any]:
     for key in marks:
         if key.startswith(_INTERNAL_PREFIX):
             raise RequestError(f"{key!r} in custom_params is set by the server only: leave it out")
-        if key not in _MARKS and key != KV_KEY:
+        if key not in _MARKS:
             raise RequestError(f"unknown field {key!r}: co-serving knows {', '.join(_MARKS)}")
-    match marks.get(KV_KEY):
-        case None:
-            pass
-        case [str(name), int(tokens)] if name.isascii() and 0 < tokens < _MOST_TOKENS:
-            pass
-        case _:
-            raise RequestError(f"{KV_KEY} is set by a gateway only: leave it out")
     request_class = RequestClass.parse(marks.get(CLASS_KEY, RequestClass.ONLINE.value))
     for key in _TARGET_KEYS:
         if key not in marks:

@@ -22,7 +22,6 @@ from sglang_coserve.lines.background import (
     background_values,
 )
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS
-from sglang_coserve.srt.kv_checkpoint.hooks import COUNTED
 from sglang_coserve.srt.monitoring.latencies import (
     DELAY_BUCKETS_S,
     GAP_BUCKETS_S,
@@ -36,16 +35,38 @@ REPLICA_METRICS: Final = {
         "Tokens of online requests yet to be computed, as in /coserve/load."
     ),
     "kv_tokens{state}": "KV on the device: held by online requests, reclaimable for them, or free.",
-    "reclaim_seconds": (
-        "Predicted time until online requests can take reclaimable KV; not with fifo."
-    ),
-    "headroom_tokens_per_second": (
-        "What offline work would get now, as in /coserve/load; not with fifo."
-    ),
+    "reclaim_seconds": ("Predicted time until online requests can take reclaimable KV."),
+    "headroom_tokens_per_second": ("What offline work would get now, as in /coserve/load."),
     "max_lines": "Offline requests that fit beside online ones, as in /coserve/load.",
     "slo_attainment": "Share of recent online requests that met their targets.",
     "slo_measured_seconds{slo}": "The statistic that an SLO bounds.",
     "slo_alone_seconds{slo}": "The same in the no-interference baseline, predicted.",
+    "online_latency_seconds{latency,statistic}": (
+        "Online requests of the last ten minutes: latency is ttft, tpot, tbt or e2e, statistic is "
+        "p50 or p99."
+    ),
+    "online_latency_alone_seconds{latency,statistic}": (
+        "The same in the no-interference baseline, predicted."
+    ),
+    "online_latency_ratio{latency,statistic}": "Measured ÷ alone, of requests that have both.",
+    "stream_slowdown_ratio{statistic}": (
+        "Mean gap of an online stream ÷ the mean gap of the same request alone: statistic is p50 "
+        "or p99."
+    ),
+    "streams_kept_ratio": "Share of recent online streams that kept the promised pace.",
+    "online_prompt_tokens_total": (
+        "Prompt tokens of online requests with a first token both here and in the no-interference "
+        "baseline."
+    ),
+    "online_cached_tokens_total": "Prompt tokens that these requests found in the cache.",
+    "online_cached_tokens_alone_total": "Prompt tokens that these would have found alone.",
+    "protected_kv_tokens": (
+        "Cached tokens of recent online requests, which new offline requests leave in the cache."
+    ),
+    "prefix_lease_seconds": (
+        "How long after its last use an online prefix counts as used just now for eviction; "
+        "missing where the cache keeps no leases."
+    ),
     "prediction_mape": "Mean absolute error of predicted step times, a fraction.",
     "prediction_bias": (
         "Mean error of predicted step times, a fraction; above 0: they were too long."
@@ -64,11 +85,17 @@ REPLICA_METRICS: Final = {
         "From an online arrival to its first token through a suspension, step by step: statistic "
         "is p50 or p99."
     ),
-    "kv_host_tokens": "KV tokens in host memory now.",
     "recompute_tax{request_class}": "Share of the computed tokens that had been computed before.",
-    "kv_checkpoint_lag_tokens": "KV tokens being copied to the host now.",
+    "kv_host_tokens": "KV tokens in host memory now; missing without checkpoints.",
+    "kv_checkpoint_lag_tokens": (
+        "KV tokens being copied to the host now; missing without checkpoints."
+    ),
     "kv_checkpoint_events_total{event}": (
-        "Events of the KV of offline requests, in tokens or occurrences, named as in "
+        "Events of the KV of offline requests, in tokens, bytes or occurrences, named as in "
+        "/coserve/status; missing without checkpoints."
+    ),
+    "kv_move_events_total{event}": (
+        "Tokens whose KV has moved between engines, and requests that moved without, named as in "
         "/coserve/status."
     ),
     "ttft_seconds{request_class}": "Time to first token, from the arrival at the HTTP server.",
@@ -97,6 +124,9 @@ _BOUNDS_S: Final = {
     "interference_seconds": DELAY_BUCKETS_S,
 }
 """Of the histograms' buckets."""
+
+_KV_STATE: Final = frozenset(("mode", "lag_tokens", "host_tokens", "host_limit_tokens"))
+"""Figures of a store of KV that are no counts."""
 
 
 class Exporter:
@@ -149,7 +179,7 @@ class Exporter:
 
 def state_values(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a replica's ``SchedulerStatus.state``."""
-    slo, prediction = state["slo"], state.get("prediction") or {}
+    slo, prediction, cache = state["slo"], state.get("prediction") or {}, state["cache"]
     kv, safepoints = state["kv_checkpoint"], state.get("safepoints") or {}
     if not safepoints.get("enabled"):
         safepoints = {}
@@ -166,6 +196,16 @@ def state_values(state: Mapping[str, Any]) -> dict[str, Any]:
         "slo_alone_seconds": {
             each["slo"]: _seconds(each["online_alone_ms"]) for each in slo["measured"]
         },
+        "online_latency_seconds": _by_statistic(slo["latencies"], "measured_ms", 1e-3),
+        "online_latency_alone_seconds": _by_statistic(slo["latencies"], "online_alone_ms", 1e-3),
+        "online_latency_ratio": _by_statistic(slo["latencies"], "ratio"),
+        "stream_slowdown_ratio": slo["streams"]["slowdown"],
+        "streams_kept_ratio": slo["streams"]["kept_share"],
+        "online_prompt_tokens_total": cache["online_prompt_tokens"],
+        "online_cached_tokens_total": cache["found"],
+        "online_cached_tokens_alone_total": cache["found_alone"],
+        "protected_kv_tokens": cache["protected_tokens"],
+        "prefix_lease_seconds": cache["lease_s"],
         "prediction_mape": prediction.get("mape"),
         "prediction_bias": prediction.get("bias"),
         "offline_events_total": {event: state["offline"][event] for event in OFFLINE_EVENTS},
@@ -179,10 +219,13 @@ def state_values(state: Mapping[str, Any]) -> dict[str, Any]:
             for step, delays_ms in safepoints.get("delays_ms", {}).items()
             for statistic in ("p50", "p99")
         },
-        "kv_host_tokens": kv["host_tokens"],
-        "recompute_tax": {of: values["recompute_tax"] for of, values in kv["classes"].items()},
-        "kv_checkpoint_lag_tokens": kv["lag_tokens"],
-        "kv_checkpoint_events_total": {event: kv[event] for event in COUNTED},
+        "recompute_tax": {of: values["tax"] for of, values in state["recompute"].items()},
+        "kv_host_tokens": kv.get("host_tokens"),
+        "kv_checkpoint_lag_tokens": kv.get("lag_tokens"),
+        "kv_checkpoint_events_total": {
+            event: count for event, count in kv.items() if event not in _KV_STATE
+        },
+        "kv_move_events_total": state["kv_moves"],
         **background_values(state["background"]),
     }
 
@@ -213,6 +256,17 @@ def latency_values(latencies: LatencyHistograms) -> dict[str, Any]:
             for source, counts in sources.items()
             for of, tokens in counts.items()
         },
+    }
+
+
+def _by_statistic(
+    latencies: Mapping[str, Any], name: str, factor: float = 1.0
+) -> dict[tuple[str, str], float | None]:
+    """Return the values of ``name`` by latency and statistic, times ``factor``."""
+    return {
+        (latency, statistic): None if value is None else value * factor
+        for latency, compared in latencies.items()
+        for statistic, value in compared[name].items()
     }
 
 

@@ -7,12 +7,12 @@ import logging
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final, TextIO
+from typing import BinaryIO, Final
 
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.recording.calls import Event, RecordingScheduler, SchedulerSetup
-from sglang_coserve.recording.file import EventEncoder, encode_setup
+from sglang_coserve.recording.calls import RecordedStep, RecordingScheduler, SchedulerSetup
+from sglang_coserve.recording.file import encode_setup, encode_step
 
 _MAX_BYTES: Final = 1 << 30
 
@@ -26,7 +26,7 @@ def recorded(
     *,
     max_bytes: int = _MAX_BYTES,
 ) -> RecordingScheduler:
-    """Return a scheduler made from ``setup`` whose calls are recorded in ``path``.
+    """Return a scheduler made from ``setup`` that records its steps in ``path``.
 
     To be used on one rank only, as the others decide alike. ``advisory`` calls what judges, learns
     and records.
@@ -40,7 +40,7 @@ def recorded(
     return RecordingScheduler(setup.make(advisory=advisory), append)
 
 
-def _begin(path: Path) -> tuple[Path, TextIO]:
+def _begin(path: Path) -> tuple[Path, BinaryIO]:
     for number in count():
         numbered = path.with_stem(f"{path.stem}.{number}") if number else path
         try:
@@ -48,7 +48,7 @@ def _begin(path: Path) -> tuple[Path, TextIO]:
             if numbered.is_file() or not numbered.exists():
                 # It contains prompts: only the owner may read it, whatever the umask.
                 numbered.touch(mode=0o600, exist_ok=False)
-            return numbered, numbered.open("w", encoding="ascii", buffering=1)
+            return numbered, numbered.open("wb")
         except FileExistsError:
             continue
         except OSError as error:
@@ -59,7 +59,7 @@ def _begin(path: Path) -> tuple[Path, TextIO]:
 
 
 class PlanLog:
-    """Appends events to a new file, one per line, up to a maximum size.
+    """Appends steps to a new file, one per line, up to a maximum size.
 
     Errors do not stop serving: when a line cannot be written, or would make the
     file longer than ``max_bytes``, this is logged once and nothing more is written. Lines
@@ -75,22 +75,22 @@ class PlanLog:
             ConfigError: the file cannot be opened.
         """
         self._left_bytes = max_bytes
-        self._encoder = EventEncoder()
         self._path, self._file = _begin(path)
         self._write(encode_setup(setup))
 
-    def append(self, event: Event) -> None:
-        """Write an event. O(requests)."""
+    def append(self, step: RecordedStep) -> None:
+        """Write a step. O(requests)."""
         if not self._file.closed:
-            self._write(self._encoder.encode(event))
+            self._write(encode_step(step))
 
-    def _write(self, line: str) -> None:
+    def _write(self, line: bytes) -> None:
         self._left_bytes -= len(line)
         if self._left_bytes < 0:
             self._stop("it has reached its greatest length")
             return
         try:
             self._file.write(line)
+            self._file.flush()
         except OSError as error:
             self._stop(f"{error.strerror}")
 

@@ -61,7 +61,7 @@ class LoadReporter:
         )
         self._share = OnlineShare()
         self._last: ReportedLoad | None = None
-        self._rated: tuple[LatencyModel | None, float | None] = (None, None)
+        self._rated: tuple[LatencyModel | None, float] = (None, 0.0)
         """The model that a rate was computed of last, and the rate."""
 
     def held(self) -> HeldKv:
@@ -104,11 +104,10 @@ class LoadReporter:
         self._last = ReportedLoad(time.perf_counter(), kv, load)
         return load
 
-    def rate_alone_per_s(self) -> float | None:
-        """Return the tokens a second that offline work would get of the engine alone, now; None if
-        that is not known. Under ``fifo`` this reads the profile."""
-        model, (rated, rate) = self._admission.latency_model(), self._rated
-        if model is not None and model is not rated:
+    def rate_alone_per_s(self) -> float:
+        """Return the tokens a second that offline work would get of the engine alone, now."""
+        model, (rated, rate) = self._admission.core.model, self._rated
+        if model is not rated:
             rate = expected_tokens_per_s(
                 model,
                 kv_tokens=self._pools.total_tokens,
@@ -116,22 +115,21 @@ class LoadReporter:
                 chunk_tokens=self._chunk_tokens,
             )
             self._rated = model, rate
-        return None if model is None else rate
+        return rate
 
     def _wants(self, held: HeldKv) -> WantedLines | None:
         """Return the lines to take over: while none wait, and there is time for more."""
-        model = self._admission.latency_model() if self._pool == "strict" else None
-        if model is None:
+        if self._pool != "strict":
             return None
+        core = self._admission.core
         online, offline, kv = held
         num_running = len(online) + len(offline)
-        allowance = self._admission.interference.allowance
+        allowance = core.interference.allowance
         return wanted_lines(
-            model,
+            core.model,
             [computed_tokens(req) for req in online],
             [computed_tokens(req) for req in offline],
-            tpot_s=allowance.targets.tpot_s,
-            gap_share=allowance.gap_share,
+            tpot_s=allowance.targets.token_s,
             free_kv_tokens=self._pools.total_tokens - kv.online - kv.offline,
             free_requests=min(self._max_offline - len(offline), self._max_requests - num_running),
             runs_all=len(self._ledger.of_class(RequestClass.OFFLINE)) == len(offline),
@@ -146,13 +144,10 @@ class LoadReporter:
             outstanding_tokens=ledger.length_tokens(request_class) - done_tokens,
         )
 
-    def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float | None:
+    def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float:
         """Return how long a step of these requests goes on until offline ones can be retracted."""
         if not offline:
             return 0.0
-        core = self._admission.core
-        if core is None:
-            return None
         chunk = self._view.chunk
         decodes = [computed_tokens(req) for req in (*offline, *online) if req is not chunk]
         prefills = []
@@ -161,14 +156,16 @@ class LoadReporter:
             left_tokens -= computed_tokens(chunk)
             tokens = min(self._chunk_tokens, left_tokens)
             prefills = [(max(tokens, 1), computed_tokens(chunk))]
-        step_s = core.model.predict(StepStats.of(prefills=prefills, decodes=decodes))
+        step_s = self._admission.core.model.predict(
+            StepStats.of(prefills=prefills, decodes=decodes)
+        )
         # A step with online requests is theirs, too, and runs to its end.
         return step_s if online else step_s * self._lane.safepoints.stop_share
 
-    def _headroom_tokens_per_s(self, *, has_online: bool) -> float | None:
-        core = self._admission.core
-        if core is None or (rate := self.rate_alone_per_s()) is None:
-            return None
+    def _headroom_tokens_per_s(self, *, has_online: bool) -> float:
+        if self._admission.stopped_by is not None:
+            return 0.0
+        core, rate = self._admission.core, self.rate_alone_per_s()
         online_share = self._share.at(time.perf_counter(), core.work.totals.online_s)
-        fillable = core.interference.allowance.gap_share if has_online else 1.0
+        fillable = core.fillable_share if has_online else 1.0
         return rate * (1 - online_share) * fillable

@@ -20,7 +20,7 @@ BATCH_DELAYS: Final = "batch delays"
 """By how much batches have delayed online requests: ``SchedulerStatus.batch_delays_s``."""
 
 PULSE: Final = "pulse"
-"""Whether they run."""
+"""The error that stopped offline work, or None. Any answer shows that a scheduler runs."""
 
 LAST_STEPS: Final = "last steps"
 """What ran in so many seconds: ``SchedulerStatus.last_steps``."""
@@ -103,8 +103,7 @@ def replicas_info(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if problems:
         raise StartupError("co-serving is not in place: " + "; ".join(problems))
     ours = [state[STATE_KEY] for state in states]
-    rates = [state[EXPECTED_RATE_KEY] for state in ours]
     return {
         "offline_policy": ours[0]["config"]["offline_policy"],
-        EXPECTED_RATE_KEY: None if None in rates else sum(rates),
+        EXPECTED_RATE_KEY: sum(state[EXPECTED_RATE_KEY] for state in ours),
     }

@@ -22,6 +22,7 @@ from sglang_coserve.srt.monitoring.exporter import (
     state_values,
 )
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms, oldest_waiting_s
+from sglang_coserve.srt.monitoring.recompute_meter import RecomputeMeter
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.scheduler_query import (
     ANSWER_KEY,
@@ -57,19 +58,27 @@ class SchedulerStatus:
         load: LoadReporter,
         background: TaskSupervisor,
         num_unnoticed: Callable[[], int],
+        kv_moves: Callable[[], dict[str, int]],
     ) -> None:
-        """``num_unnoticed`` counts the requests that ended without notice."""
+        """``num_unnoticed`` counts the requests that ended without notice; ``kv_moves`` returns
+        the figures of moved KV."""
         self._num_unnoticed = num_unnoticed
+        self._kv_moves = kv_moves
+        self._recompute = RecomputeMeter()
         self._ask = partial(parts.advisory.ask, STATUS)
         scheduler = self._scheduler = parts.scheduler
         self._view = parts.view
         self._config = parts.config
         self._admission = admission
         self._lane = parts.lane
-        self._checkpointing = parts.checkpointing
+        self._kv_store = parts.kv_store
         self._background = background
         self._load = load
         self._events = parts.events
+        self._keeps_conversations = parts.keeps_conversations
+        self._promise = parts.config.objective().sentence(
+            keeps_conversations=parts.keeps_conversations
+        )
         ledger = self._ledger = parts.ledger
         args = compat.settings_of(scheduler.server_args)
         dp_rank = compat.parallel(scheduler).dp_rank
@@ -82,6 +91,8 @@ class SchedulerStatus:
 
         if not compat.is_first_rank(scheduler):
             return
+        if not dp_rank:
+            logger.info("the promise to online requests: %s", self._promise)
         if args.enable_trace:
             # Imports OpenTelemetry, as SGLang has by now.
             from sglang_coserve.srt.monitoring.request_spans import RequestSpans
@@ -105,12 +116,14 @@ class SchedulerStatus:
 
     def state(self) -> dict[str, Any]:
         """Return the current state of both classes; who holds KV may be a second old."""
-        scheduler = self._scheduler
+        scheduler, now_s = self._scheduler, time.perf_counter()
         running = self._view.running_requests()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
         return {
-            "slo": self._admission.interference.monitor.report(time.perf_counter()).to_dict(),
+            "promise": self._promise,
+            "slo": self._admission.core.interference.monitor.report(now_s).to_dict(),
+            "cache": self._cache(now_s),
             "online": {
                 "waiting": len(scheduler.waiting_queue),
                 "running": len(running) - num_offline,
@@ -121,11 +134,14 @@ class SchedulerStatus:
                 "waiting": self._admission.num_waiting(),
                 "running": num_offline + self._lane.num_running,
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
+                "stopped_by": self._admission.stopped_by,
                 **{event: self._events[event] for event in OFFLINE_EVENTS},
             },
             "unnoticed_ends": self._num_unnoticed(),
             "kv_tokens": self._load.recent().kv._asdict(),
-            "kv_checkpoint": self._checkpointing.state(),
+            "recompute": self._recompute.state(),
+            "kv_checkpoint": self._kv_store.figures(),
+            "kv_moves": self._kv_moves(),
             "background": self._background.state(),
             **self._admission.state(),
             **self._lane.safepoints.state(),
@@ -142,7 +158,7 @@ class SchedulerStatus:
             return None
         question, arguments = asked_for
         answers: dict[str, Callable[..., Any]] = {
-            PULSE: lambda: True,
+            PULSE: lambda: self._admission.stopped_by,
             STANDING: lambda: self._ask(self.state, {}),
             BATCH_DELAYS: lambda: self._ask(self.batch_delays_s, None),
             LAST_STEPS: lambda seconds: self._ask(lambda: self.last_steps(seconds), []),
@@ -191,12 +207,14 @@ class SchedulerStatus:
         """Note the results of a batch, and publish if that is due."""
         if self._trace is not None:
             now_s = time.perf_counter()
+            self._recompute.ran(batch, results.offline)
             self._trace.ended(now_s, results.reqs, kind_of(batch), results.has_token)
             self._publish_if_due(now_s)
 
     def forget(self, rid: str) -> None:
         """Drop what is kept of a request that has ended."""
         if self._trace is not None:
+            self._recompute.forget(rid)
             self._trace.forget(rid, time.perf_counter())
 
     def idle(self) -> None:
@@ -213,7 +231,7 @@ class SchedulerStatus:
             logger.warning("%s", warning)
 
     def _publish(self, now_s: float) -> None:
-        bill, latencies = self._admission.interference.bill, self._latencies
+        bill, latencies = self._admission.core.interference.bill, self._latencies
         delays = [] if bill is None else bill.take_delays()
         if self._spans is not None:
             self._spans.billed(delays)
@@ -231,8 +249,21 @@ class SchedulerStatus:
         )
 
     def _bill(self) -> BillReport | None:
-        bill = self._admission.interference.bill
+        bill = self._admission.core.interference.bill
         return None if bill is None else bill.report()
+
+    def _cache(self, now_s: float) -> dict[str, float | int | None]:
+        """Return the prompt tokens of online requests that were cached, since the start, and the
+        tokens that the cache keeps now; None where unknown."""
+        core = self._admission.core
+        kv, found = core.interference.kv, core.interference.cache
+        return {
+            "online_prompt_tokens": None if kv is None else found.prompt_tokens,
+            "found": None if kv is None else found.found_tokens,
+            "found_alone": None if kv is None else found.found_alone_tokens,
+            "protected_tokens": core.protection(now_s).tokens,
+            "lease_s": core.online_lease_s(now_s) if self._keeps_conversations else None,
+        }
 
     def _delays(self) -> dict[str, float | int | None]:
         """Return by how much offline work has delayed online requests since the start."""

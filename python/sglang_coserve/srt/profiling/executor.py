@@ -25,7 +25,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.common import DynamicGradMode
 
 from sglang_coserve.core.latency_model.model import Sample
-from sglang_coserve.profiler.fits import ProfiledMachine
+from sglang_coserve.profiler.fits import ATTENTION_SETTINGS, ProfiledMachine, attention_name
 from sglang_coserve.profiler.latency import LEAST_SHAPES, measure_grid
 from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape, plan_grid
 from sglang_coserve.srt import compat
@@ -45,6 +45,9 @@ def machine_of(scheduler: Any) -> ProfiledMachine:
         sglang_version=compat.installed_version() or "",
         model_config=model_config,
         captured_batch_sizes=tuple(sorted(getattr(runner, "capture_bs", ()))),
+        attention_backend=attention_name(
+            {name: getattr(server_args, name, None) for name in ATTENTION_SETTINGS}
+        ),
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.profiler.fits import ProfiledMachine, choose, fit_all, load_profile, to_profile
@@ -45,19 +44,6 @@ def latency_profile(scheduler: Any, config: CoserveConfig) -> LatencyProfile:
     return _guess(machine)
 
 
-def known_latency_model(scheduler: Any, config: CoserveConfig) -> LatencyModel:
-    """Return a latency model that needs no measurement now: from a profile or the datasheet.
-
-    Raises:
-        CoserveError: the profile named in ``config`` cannot be used, or there is no datasheet
-            model for this hardware and model.
-    """
-    machine = machine_of(scheduler)
-    if config.latency_profile is not None:
-        return _load(Path(config.latency_profile), machine).latency_model
-    return machine.roofline()
-
-
 def _read(path: Path, tp_size: int) -> LatencyProfile:
     profile = load_profile(path)
     if profile.tp_size != tp_size:
@@ -74,6 +60,11 @@ def _load(path: Path, machine: ProfiledMachine) -> LatencyProfile:
         ("hardware", profile.hardware, machine.hardware),
         ("model", profile.model, machine.model),
         ("SGLang version", profile.sglang_version, machine.sglang_version),
+        (
+            "attention backend",
+            profile.attention_backend or machine.attention_backend,
+            machine.attention_backend,
+        ),
     ):
         if profiled != here:
             logger.warning(
@@ -103,10 +94,16 @@ def _guess(machine: ProfiledMachine) -> LatencyProfile:
         model = machine.roofline()
     except CoserveError as error:
         raise ConfigError(
-            f"no latency model for {machine.model}: {error}; give a --latency-profile, or use "
-            "--offline-policy fifo, which needs none"
+            f"no latency model for {machine.model}: {error}; give a --latency-profile, or more "
+            "--startup-profile-seconds"
         ) from error
     logger.info("latency model: from the %s, refined while serving", machine.datasheet.source)
     return LatencyProfile(
-        model, None, machine.hardware, machine.model, machine.tp_size, machine.sglang_version
+        model,
+        None,
+        machine.hardware,
+        machine.model,
+        machine.tp_size,
+        machine.sglang_version,
+        machine.attention_backend,
     )

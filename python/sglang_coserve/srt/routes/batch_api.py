@@ -15,11 +15,16 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 
+from sglang_coserve.batch.api import add_batch_routes, event_delivery, operator_endpoints
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes import add_batch_routes, operator_endpoints
-from sglang_coserve.batch.routes.caller import set_admin_key, set_not_ready, set_service
+from sglang_coserve.batch.routes.caller import (
+    set_admin_key,
+    set_not_ready,
+    set_one_owner,
+    set_service,
+    take_over,
+)
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.guard.process_health import fatal_signals_recorded_in
 from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
@@ -41,15 +46,19 @@ def check_batch_settings(config: CoserveConfig) -> None:
         StartupError: the data directory cannot be used.
         ConfigError: the webhook's address or secret cannot be used.
     """
-    WebhookTarget.of(config)
+    event_delivery(config)
     if config.coserve_data_dir is not None:
         asyncio.run(BatchService.check(Path(config.coserve_data_dir)))
 
 
-def add_batch_api(http_server: Any, health: Health, admin_api_key: str | None) -> None:
+def add_batch_api(
+    http_server: Any, health: Health, api_key: str | None, admin_api_key: str | None
+) -> None:
     """Add the routes of batches, of lines and of the operator to SGLang's app; see ``served``."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
+    if api_key:
+        set_one_owner(app)
     lines = add_line_routes(app)
     drain = add_drain_routes(app, health)
     trace = add_trace_route(http_server)
@@ -99,6 +108,7 @@ async def served(
         fingerprint=await manager.coserve_fingerprint(),
         moves_kv=config.kv_move_dir is not None,
         expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
+        stalled_by=lambda: health.offline_stopped,
     )
     lines = LineServer(backend)
     set_line_server(app, lines)
@@ -131,9 +141,10 @@ async def _open_service(
         Path(config.coserve_data_dir),
         backend,
         BatchLimits.of(config),
-        webhook=WebhookTarget.of(config),
+        event_delivery=event_delivery(config),
         background=background,
     )
+    await take_over(service, http_server.app.server_args.api_key)
     set_service(http_server.app, service)
     stack.push_async_callback(_close, http_server.app, service, publish)
     stack.enter_context(fatal_signals_recorded_in(service.context.directory.fatal_signal))

@@ -32,6 +32,7 @@ from sglang_coserve.srt.monitoring.scheduler_query import PULSE, ask
 
 DRAIN_PATH: Final = "/coserve/drain"
 _DRAINING: Final = "draining"
+OFFLINE_STOPPED: Final = "the engine serves no offline requests until its next start"
 _POLL_S: Final = 0.1
 _MOST_WAIT_S: Final = 3600.0
 
@@ -85,6 +86,10 @@ class Drain:
             service, self._service = self._service, None
             if service is not None:
                 await service.aclose()
+
+    def stop_lines(self, why: str) -> None:
+        """Hand the lines of gateways back: the engine serves no more until its next start."""
+        self._lines.take_out(why)
 
     async def end(self) -> None:
         """Take lines, and go on with the batches. Idempotent.
@@ -158,18 +163,27 @@ five seconds with the interval."""
 
 
 class Heartbeat:
-    """When all schedulers of a server answered last. Lives on the loop of its HTTP server."""
+    """When all schedulers of a server answered last, and whether they serve offline requests.
 
-    def __init__(self, manager: Any) -> None:
-        """``manager`` is SGLang's tokenizer manager."""
+    Lives on the loop of the HTTP server.
+    """
+
+    def __init__(self, manager: Any, stopped: Callable[[str], None]) -> None:
+        """``manager`` is SGLang's tokenizer manager. ``stopped`` is called once, with the reason,
+        when a scheduler has stopped offline work."""
         self._manager = manager
+        self._stopped = stopped
         self._last_s: float | None = None
+        self._has_stopped = False
 
     async def run(self) -> None:
         """Ask them, for ever."""
         while True:
-            await ask(self._manager, PULSE)
+            errors = [error for error in await ask(self._manager, PULSE) if error is not None]
             self._last_s = time.monotonic()
+            if errors and not self._has_stopped:
+                self._has_stopped = True
+                self._stopped(f"{OFFLINE_STOPPED}: {errors[0]}")
             await asyncio.sleep(_INTERVAL_S)
 
     @property
@@ -197,6 +211,15 @@ class Health:
     """None on a server whose lines nobody can send."""
 
     heartbeat: Heartbeat | None = None
+
+    offline_stopped: str | None = None
+    """Why offline requests wait until the next start; None while they are served."""
+
+    def stop_offline(self, why: str) -> None:
+        """Note why offline requests wait until the next start, and hand lines of gateways back."""
+        self.offline_stopped = why
+        if self.drain is not None:
+            self.drain.stop_lines(why)
 
     @property
     def is_draining(self) -> bool:

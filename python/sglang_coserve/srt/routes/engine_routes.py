@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, HTTPException, Query
@@ -34,9 +34,27 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
 )
 from sglang_coserve.srt.monitoring.scheduler_query import LAST_STEPS, STANDING, ask
 from sglang_coserve.srt.monitoring.step_trace import Record, process_name, trace_events, trace_text
+from sglang_coserve.srt.monitoring.told_settings import told
 from sglang_coserve.srt.routes.drain import Health
 from sglang_coserve.view.page import Page
 from sglang_coserve.view.standing import History, standing
+
+INFO_PATHS: Final = ("/server_info", "/get_server_info")
+
+
+def add_info_routes(http_server: Any) -> None:
+    """Replace SGLang's routes for settings, which tell both keys to whoever has one."""
+    app: FastAPI = http_server.app
+
+    async def server_info() -> Any:
+        """Say what the server was started with, and how its schedulers stand."""
+        return told(await http_server.server_info())
+
+    app.router.routes[:] = [
+        each for each in app.routes if getattr(each, "path", None) not in INFO_PATHS
+    ]
+    for path in INFO_PATHS:
+        app.add_api_route(path, server_info, methods=["GET"])
 
 
 def add_load_route(http_server: Any, health: Health) -> None:
@@ -111,7 +129,7 @@ def _file(traces: Sequence[Sequence[Record]]) -> bytes:
 
 
 _DECISION: Final = ("subject", "text", "steps", "span_s")
-_ENGINE: Final = ("online", "offline", "kv_tokens", "work", "safepoints", "prediction")
+_ENGINE: Final = ("online", "offline", "cache", "kv_tokens", "work", "safepoints", "prediction")
 
 
 _INTERVAL_S: Final = 1.0
@@ -180,7 +198,8 @@ class View:
             "sample_age_s": now_s - history.latest_at_s if replicas else None,
             "model": manager.served_model_name,
             "policy": manager.server_args._coserve.offline_policy,
-            "online_users": standing(replicas) | {"bill": history.bill()},
+            "online_users": standing(replicas, history.cache()) | {"bill": history.bill()},
+            "offline_stopped_by": _stopped_by(replicas),
             "replicas": [{name: r[name] for name in _ENGINE if name in r} for r in replicas],
             "decisions": _decisions(history),
             "history": history.columns(since_s),
@@ -203,6 +222,12 @@ class _InFront:
             await self._router(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def _stopped_by(replicas: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the error that stopped offline work; None while every replica serves it."""
+    errors = (replica["offline"]["stopped_by"] for replica in replicas)
+    return next((error for error in errors if error is not None), None)
 
 
 def _decisions(history: History) -> list[dict[str, Any]]:

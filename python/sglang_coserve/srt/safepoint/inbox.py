@@ -41,7 +41,8 @@ class Inbox:
             if io_struct._USE_PICKLE_IPC:
                 message = payload = pickle.loads(data)
             else:
-                message, payload = io_struct.msgpack_decode(data), data
+                # The event loop refuses what cannot be decoded.
+                message, payload = _decoded(data), data
             self._messages.append((payload, _online_arrivals(message, time.perf_counter())))
         return [arrival for _, arrivals in self._messages for arrival in arrivals]
 
@@ -52,6 +53,13 @@ class Inbox:
     def recv(self, flags: int = 0) -> Any:
         """Read the next message, undecoded."""
         return self._messages.popleft()[0] if self._messages else self._socket.recv(flags)
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return io_struct.msgpack_decode(data)
+    except Exception:
+        return None
 
 
 def _online_arrivals(message: Any, now_s: float) -> tuple[RequestInfo, ...]:

@@ -7,12 +7,14 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
 from sglang_coserve.core.snapshot import RequestInfo
@@ -210,6 +212,35 @@ class Safepoints:
 
 Scheduler = Any
 
+_MADE_AT_THE_END: Final = frozenset(("enable_return_hidden_states",))
+"""Settings of outputs that SGLang makes of what the last layer returns.
+
+SGLang gathers all other outputs layer by layer: in buffers that other passes overwrite while a pass
+is suspended, or in lists that a resumed pass begins anew."""
+
+_PASS_OUTPUTS: Final = frozenset(
+    (
+        "logits_output",
+        "can_run_graph",
+        # Gathered layer by layer: with settings that exclude safepoints.
+        "expert_distribution_metrics",
+        "routed_experts_output",
+        "indexer_topk_output",
+    )
+)
+"""The outputs of a pass of SGLang's (``ModelRunnerOutput``) that were looked at."""
+
+
+def _gathered_outputs(server_args: Any, settings: Any) -> list[str]:
+    """Return the names of SGLang's outputs that a suspended pass would get wrong, or might."""
+    flags = [name for name in dir(server_args) if name.startswith("enable_return_")]
+    is_set = [
+        "--" + name.replace("_", "-")
+        for name in flags
+        if name not in _MADE_AT_THE_END and getattr(settings, name)
+    ]
+    return is_set + sorted({field.name for field in fields(ModelRunnerOutput)} - _PASS_OUTPUTS)
+
 
 def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None:
     """Return why this engine's batches cannot be suspended; None if they can.
@@ -217,6 +248,7 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
     ``layers`` are the decoder layers that were found in the model.
     """
     args, ps = compat.settings_of(scheduler.server_args), compat.parallel(scheduler)
+    gathered = _gathered_outputs(scheduler.server_args, args)
     reasons = {
         f"no safepoints for the device {scheduler.device}": scheduler.device not in ("cpu", "cuda"),
         "unified memory moves KV by what it knows of the pass in flight": (
@@ -241,6 +273,7 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
         "the statistics of experts would count a pass for each of its parts": (
             args.enable_eplb or args.expert_distribution_recorder_mode is not None
         ),
+        f"outputs are gathered layer by layer: {', '.join(gathered)}": bool(gathered),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -16,8 +16,9 @@ from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.recording.calls import SchedulerSetup
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission
-from sglang_coserve.srt.admission.plan_execution import install_chunk_limits
+from sglang_coserve.srt.admission.chunk_limits import install_chunk_limits
 from sglang_coserve.srt.forward_kind import runs_ahead
+from sglang_coserve.srt.kv_moves.request_moves import RequestMoves
 from sglang_coserve.srt.monitoring.online_load import OnlineLoad
 from sglang_coserve.srt.monitoring.plan_log import recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
@@ -25,7 +26,6 @@ from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.profiling.latency_source import latency_profile
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.scheduler.request_intake import LiveRequests, RequestIntake
-from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.clocks import RankClock
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 
@@ -41,22 +41,20 @@ def core_setup(
 
     ``engine`` has the limits for the no-interference baseline.
     """
-    budget_ms = config.iteration_budget_ms
+    budget_ms, objective = config.iteration_budget_ms, config.objective()
     return SchedulerSetup(
         policy=config.offline_policy,
-        slos=config.slos(),
+        slos=objective.slos,
         config=SchedulerConfig(
             iteration_budget_s=None if budget_ms is None else budget_ms / 1e3,
             max_offline_requests=config.offline_max_running,
             overload=Overload(config.overload),
-            utility_ratio=config.offline_utility_ratio,
-            random_picks=config.offline_random_picks,
-            step_prefill_tokens=config.step_prefill_tokens,
-            base_batch_requests=config.base_batch_requests,
+            stream_slowdown=objective.stream_slowdown,
             refine=True,
         ),
         profile=profile,
         engine=engine,
+        policy_settings=config.policy_settings(),
     )
 
 
@@ -87,25 +85,27 @@ class CoserveParts(EngineParts):
         self.load = LoadReporter(self, self.admission)
         self.online_load = OnlineLoad(self, self.load)
         self.status = SchedulerStatus(
-            self, self.admission, self.load, self.background, lambda: self.live.num_unnoticed
+            self,
+            self.admission,
+            self.load,
+            self.background,
+            lambda: self.live.num_unnoticed,
+            self.moves.figures,
         )
 
     def _make_admission(self) -> Admission:
         scheduler, config = self.scheduler, self.config
-        core: Scheduler | None = None
-        if config.offline_policy != "fifo":
-            profile = latency_profile(scheduler, config)
-            setup = core_setup(config, profile, _engine_size(scheduler))
-            core = setup.make(advisory=self.advisory)
-            install_chunk_limits()
-            # The other ranks decide alike.
-            if config.record_plans is not None and compat.is_first_rank(scheduler):
-                core = recorded(setup, config.record_plans, self.advisory)
+        setup = core_setup(config, latency_profile(scheduler, config), self._engine_size())
+        install_chunk_limits(scheduler.chunked_prefill_size)
+        core: Scheduler = setup.make(advisory=self.advisory)
+        # The other ranks decide alike.
+        if config.record_plans is not None and compat.is_first_rank(scheduler):
+            core = recorded(setup, config.record_plans, self.advisory)
         return Admission(self, core, self.live.forget)
 
     def _switched_off(self, part: str, error: Exception) -> None:
         logger.error(
-            "%s has failed, and is off until the next start; requests are served without it",
+            "%s has failed, and is off until the next start; online requests are served without it",
             part,
             exc_info=error,
         )
@@ -121,19 +121,21 @@ class CoserveParts(EngineParts):
         """Remove all state of a request that has ended."""
         self.admission.forget(rid, ending)
         self.ledger.forget(rid)
-        self.checkpointing.forget(rid)
+        self.kv_store.forget(rid)
         self.lane.safepoints.stats.forget(rid)
         self.advisory.tell("status", self.status.forget, rid)
         self.intake.name_is_free(rid)
 
-
-def _engine_size(scheduler: Any) -> EngineSize:
-    """Return the limits within which SGLang composes its batches."""
-    return EngineSize(
-        chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
-        max_requests=scheduler.max_running_requests,
-        kv_tokens=scheduler.max_total_num_tokens,
-        mixes_decodes=scheduler.is_mixed_chunk,
-        overlaps=runs_ahead(scheduler),
-        micro_batches=compat.parallel(scheduler).pp_size,
-    )
+    def _engine_size(self) -> EngineSize:
+        """Return the limits within which SGLang composes its batches."""
+        scheduler = self.scheduler
+        return EngineSize(
+            chunk_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
+            max_requests=scheduler.max_running_requests,
+            kv_tokens=scheduler.max_total_num_tokens,
+            page_tokens=scheduler.page_size,
+            keeps_prefixes=self.keeps_prefixes,
+            mixes_decodes=scheduler.is_mixed_chunk,
+            overlaps=runs_ahead(scheduler),
+            micro_batches=compat.parallel(scheduler).pp_size,
+        )

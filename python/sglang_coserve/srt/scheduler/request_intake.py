@@ -23,9 +23,9 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.guard.sampling import check_logit_processor
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import lowest_priority, refuse, send_abort
+from sglang_coserve.srt.kv_moves.request_moves import RequestMoves
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 
@@ -181,7 +181,7 @@ class RequestIntake:
         # A request that failed validation is answered by SGLang, whatever its class.
         if is_offline(req) and req.to_finish is None:
             self._enqueue_offline(req)
-        elif not self._moves.come(req):
+        else:
             if info.is_online and not is_retracted:
                 self._admission.arrived(req, info)
             with self._view.own_queue():
@@ -216,30 +216,41 @@ class RequestIntake:
     def abort(self, recv_req: AbortReq, abort: Callable[[AbortReq], None]) -> None:
         """Abort requests in any state: SGLang's with ``abort``, the waiting offline ones here."""
 
-        def is_meant(req: Req) -> bool:
-            return bool(recv_req.abort_all or req.rid == recv_req.rid)
-
         deferred = self._take_deferred(recv_req)
-        # SGLang takes every request whose name begins like that for one that is meant.
-        others = {
-            id(req): (req, req.rid)
-            for req in self._live.kept()
-            if req.rid.startswith(recv_req.rid) and not is_meant(req)
-        }
-        for req, _ in others.values():
-            req.rid = ""
-        try:
+        if recv_req.abort_all:
             abort(recv_req)
-        finally:
-            for req, rid in others.values():
-                req.rid = rid
-        aborted = self._admission.remove(is_meant) + self._moves.remove(is_meant)
+            aborted = self._admission.remove(lambda _: True) + self._moves.remove(lambda _: True)
+        else:
+            self._abort_in_sglang(recv_req, abort)
+            aborted = self._admission.remove_named(recv_req.rid)
+            aborted += self._moves.remove(lambda req: req.rid == recv_req.rid)
         for req in aborted:
             self._live.forget(req)
         self._events["aborted_waiting"] += len(aborted)
         for req in (*aborted, *deferred):
             send_abort(self._scheduler, req)
         self._live.settle()
+
+    def _abort_in_sglang(self, recv_req: AbortReq, abort: Callable[[AbortReq], None]) -> None:
+        """Let SGLang abort one request; O(requests in batches), and a search in C among the others.
+
+        SGLang looks at every request of its queue, and takes those whose names begin like that for
+        ones that are meant.
+        """
+        live = self._ledger.get(recv_req.rid)
+        with self._view.showing_only(None if live is None else live.req):
+            others = {
+                id(req): (req, req.rid)
+                for req in self._view.placed()
+                if req.rid.startswith(recv_req.rid) and req.rid != recv_req.rid
+            }
+            for req, _ in others.values():
+                req.rid = ""
+            try:
+                abort(recv_req)
+            finally:
+                for req, rid in others.values():
+                    req.rid = rid
 
     def _take_deferred(self, recv_req: AbortReq) -> list[Req]:
         """Remove and return the deferred requests that are to be aborted."""

@@ -24,6 +24,7 @@ from sglang_coserve.srt.monitoring.online_load import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, STATUS
 from sglang_coserve.srt.safepoint.safepoints import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
+from sglang_coserve.srt.scheduler.undecodable import refuse_undecodable
 from sglang_coserve.srt.steps.clocks import RankClock, RankTime
 from sglang_coserve.srt.steps.offline_lane import SUSPENDED
 from sglang_coserve.srt.steps.request_ledger import BatchResults
@@ -61,11 +62,10 @@ class CoserveScheduler(Scheduler):
         self.parts = CoserveParts(self, config, self._rank_clock, self._safepoints)
 
     def init_watch_dog_memory_saver_input_blocker(self) -> None:
-        """Broadcast rank 0's time if there are several ranks and decisions depend on time."""
+        """Broadcast rank 0's time if there are several ranks: decisions depend on time."""
         super().init_watch_dog_memory_saver_input_blocker()
-        is_planned = config_of(self.server_args).offline_policy != "fifo"
         self._rank_clock = RankClock(
-            is_shared=is_planned and compat.num_ranks(self) > 1,
+            is_shared=compat.num_ranks(self) > 1,
             is_source=compat.is_first_rank(self),
         )
         self.input_blocker = self._rank_clock.carried_by(self.input_blocker)
@@ -99,6 +99,7 @@ class CoserveScheduler(Scheduler):
         self._safepoints = install_safepoints(self, config_of(self.server_args))
         if self._safepoints.inbox is not None:
             self.recv_from_tokenizer = self._safepoints.inbox
+        refuse_undecodable(self)
         super().init_request_receiver()
 
     def init_load_inquirer(self) -> None:
@@ -222,7 +223,7 @@ class CoserveScheduler(Scheduler):
         super().process_batch_result(batch, result)
         self._began_offline_alone = False
         results = BatchResults.of(reqs, before, self.parts.ledger)
-        self.parts.checkpointing.processed(batch, results.offline)
+        self.parts.kv_store.computed(batch, results.offline)
         tell = self.parts.advisory.tell
         tell("status", self.parts.status.processed, batch, results)
         self.parts.admission.processed(results)
@@ -232,6 +233,13 @@ class CoserveScheduler(Scheduler):
     def publish_load_snapshot(self, force: bool = False) -> Any:
         """Publish the load; after steps with offline prompts alone as often as after decodes."""
         return super().publish_load_snapshot(force and not self._began_offline_alone)
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        """Empty the prefix cache of the baseline with SGLang's."""
+        is_flushed = bool(super().flush_cache(empty_cache))
+        if is_flushed:
+            self.parts.admission.flushed()
+        return is_flushed
 
     def pause_generation(self, recv_req: Any) -> None:
         """Drop the suspended step, and let SGLang retract paused and parked requests, too."""
@@ -243,7 +251,8 @@ class CoserveScheduler(Scheduler):
     # --- Queries -------------------------------------------------------------------------
 
     def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
-        """Return whether the engine is idle, where waiting offline requests count as work.
+        """Return whether the engine is idle, where waiting offline requests count as work until
+        offline work has stopped.
 
         They do not count for the health check, which asks whether a batch is about to report
         results. With ``ignore_waiting`` (since SGLang 0.5.22) requests that hold KV still count,
@@ -260,7 +269,7 @@ class CoserveScheduler(Scheduler):
         idle = bool(super().is_fully_idle(for_health_check))
         if for_health_check:
             return idle
-        return idle and not self.parts.admission.num_waiting() and not len(self.parts.moves)
+        return idle and not self.parts.admission.has_work and not len(self.parts.moves)
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""

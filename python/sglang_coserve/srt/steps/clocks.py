@@ -89,6 +89,10 @@ class LaunchPacer:
         self._in_flight += 1
         self._begins(began_s)
 
+    def waited(self, seconds: float) -> None:
+        """Note a wait for the device between planning and launching: it is no work of the host."""
+        self._woke_s += seconds
+
     def ended(self, result: Any) -> None:
         """Wait for the oldest step in flight, whose result is to be processed now."""
         began_s = time.perf_counter()
@@ -96,8 +100,7 @@ class LaunchPacer:
             done.synchronize()
         self._in_flight = max(self._in_flight - 1, 0)
         self.results_s = time.perf_counter()
-        # Results that are awaited between planning and launching are no work of the host.
-        self._woke_s += self.results_s - began_s
+        self.waited(self.results_s - began_s)
         if self._in_flight and not self._has_waited:
             self._begins(self.results_s)
 
@@ -244,6 +247,11 @@ class RankClock:
         if self.pacer is not None:
             self.pacer.launched(result, began_s, has_prefills=has_prefills)
         return result
+
+    def waited(self, seconds: float) -> None:
+        """Note a wait for copies, which is no work of the host."""
+        if self.pacer is not None:
+            self.pacer.waited(seconds)
 
     def read(self) -> RankTime:
         """Return the time, and what has become known since it was read last."""

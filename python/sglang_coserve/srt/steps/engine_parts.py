@@ -10,17 +10,20 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.advisory import Advisory
+from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import runs_ahead
-from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.optional_parts import KV_STORE
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, RankTime, device_timer
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
+from sglang_coserve.srt.steps.prefix_leases import EVICTION_POLICY, PrefixLeases
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
@@ -84,7 +87,15 @@ class EngineParts:
 
         self.config = config
         # Looking a setting up takes as long as much of a plan.
-        self._keeps_prefixes = not compat.settings_of(scheduler.server_args).disable_radix_cache
+        settings = compat.settings_of(scheduler.server_args)
+        self.keeps_prefixes = not settings.disable_radix_cache
+        self.keeps_conversations = (
+            self.keeps_prefixes
+            and settings.radix_eviction_policy == EVICTION_POLICY
+            and POLICIES[config.offline_policy].protects_prefixes
+        )
+        """True when leases act (``PrefixLeases``)."""
+
         self.clock = clock
         self.events: Counter[str] = Counter()
         """Counts of the events of offline requests so far."""
@@ -93,11 +104,14 @@ class EngineParts:
         """Calls the parts that only observe and advise."""
 
         self.ledger = RequestLedger(scheduler.tree_cache)
-        self.checkpointing = KvCheckpointing(scheduler.tree_cache)
+        self.leases = PrefixLeases(scheduler.tree_cache, lambda req: not is_offline(req))
+        self.kv_store = KV_STORE.store(scheduler.tree_cache, clock.waited)
         self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
-        self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
-        is_overlapped = config.offline_policy != "fifo" and runs_ahead(scheduler)
+        self.retraction = OfflineRetraction(
+            scheduler, self.pools, self.view, self.events, answer_aborted
+        )
+        is_overlapped = runs_ahead(scheduler)
         prefills_wait = False
         if is_overlapped:
             waits = launches_that_wait(scheduler)
@@ -124,20 +138,19 @@ class EngineParts:
         """Return the state of SGLang's scheduler. O(requests + waiting online requests)."""
         scheduler, pools, view, ledger = self.scheduler, self.pools, self.view, self.ledger
         admitted = self._admitted(running_batch)
-        num_decodes = len(running_batch.reqs) + len(view.paused_requests.paused)
         return EngineSnapshot(
             now_s=time.now_s,
             admitted=admitted,
-            waiting=ledger.waiting_requests(view.waiting),
+            waiting=ledger.waiting_requests(view.waiting_in_turn),
             free_kv_tokens=pools.free_tokens,
             evictable_kv_tokens=pools.evictable_tokens,
             free_slots=max(
                 0, scheduler.get_num_allocatable_reqs(len(admitted) + len(view.suspended))
             ),
-            max_batch_tokens=num_decodes
-            + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
+            max_batch_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
+            chunk_rules=view.chunk_rules,
             page_tokens=scheduler.page_size,
-            keeps_prefixes=self._keeps_prefixes,
+            keeps_prefixes=self.keeps_prefixes,
             window_tokens=pools.window_tokens,
             free_window_tokens=pools.free_window_tokens,
             elsewhere=tuple(ledger.decoding_requests(view.elsewhere(), RequestState.DECODING)),

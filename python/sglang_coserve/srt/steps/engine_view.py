@@ -7,10 +7,11 @@ Apart from SGLang itself, only this module writes the scheduler's ``waiting_queu
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_coserve.core.snapshot import ChunkRules
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.steps.paused_requests import PausedRequests, empty_batch
 
@@ -49,6 +50,28 @@ class EngineView:
         """SGLang's queue, in its order; callers must not change it."""
         queue: list[Req] = self._scheduler.waiting_queue
         return queue
+
+    @property
+    def waiting_in_turn(self) -> list[Req]:
+        """SGLang's queue in the order in which its requests are served; callers must not change it.
+
+        With ``--enable-priority-scheduling`` that is by priority, and by arrival within a priority.
+        """
+        if not self._scheduler.enable_priority_scheduling:
+            return self.waiting
+        return sorted(self.waiting, key=lambda req: (-self.rank(req), _entered(req)))
+
+    def rank(self, req: Req) -> int:
+        """Return the priority of a request; a higher one goes first."""
+        low_first = self._scheduler.schedule_low_priority_values_first
+        return -req.priority if low_first else int(req.priority)
+
+    def displaces_another(self, req: Req, running: Iterable[Req]) -> bool:
+        """Return whether SGLang may retract one of the ``running`` requests for this one."""
+        if not self._scheduler.enable_priority_preemption:
+            return False
+        threshold = self._scheduler.priority_scheduling_preemption_threshold
+        return any(self.rank(req) - self.rank(one) > threshold for one in running)
 
     @property
     def has_others_waiting(self) -> bool:
@@ -112,6 +135,22 @@ class EngineView:
             shown = [req for req in queue if id(req) not in hidden]
             self._scheduler.waiting_queue = [*shown, *left]
 
+    @contextmanager
+    def showing_only(self, req: Req | None) -> Iterator[None]:
+        """Let SGLang see no request of its queue but this one, if it waits there, between rounds.
+
+        SGLang may take the request out. A search in C, in place of a look at each request.
+        """
+        queue = self.waiting
+        waits = req is not None and req in queue
+        self._scheduler.waiting_queue = [req] if waits else []
+        try:
+            yield
+        finally:
+            if waits and req not in self.waiting:
+                queue.remove(req)
+            self._scheduler.waiting_queue = queue
+
     def remove_waiting(self, rid: str) -> list[Req]:
         """Remove the requests with this id from the queue, and return them."""
         removed = [req for req in self.waiting if req.rid == rid]
@@ -146,12 +185,37 @@ class EngineView:
         assert req is not None
         return req
 
+    def park_chunk(self) -> bool:
+        """Park the unfinished prefill, and return True; False if there is none, or SGLang is about
+        to abort it."""
+        if not self.can_take_chunk:
+            return False
+        self.paused_requests.park(self.take_chunk())
+        return True
+
+    @property
+    def chunk_rules(self) -> ChunkRules:
+        """The pieces in which SGLang computes prompts.
+
+        Without a chunk size it computes whole prompts. It then runs none beside decodes: for some
+        models it has unset the size because both give wrong results.
+        """
+        scheduler = self._scheduler
+        return ChunkRules(
+            may_cut=scheduler.chunked_prefill_size is not None,
+            align_tokens=scheduler.truncation_align_size or 1,
+        )
+
     @contextmanager
     def chunk_size(self, tokens: int, *, mixes_decodes: bool) -> Iterator[None]:
-        """Set the size of SGLang's prefill batches, and whether they include all decodes."""
+        """Set the size of SGLang's prefill batches, and whether they include all decodes.
+
+        Where SGLang has no size, prompts stay whole, and apart from decodes.
+        """
         scheduler = self._scheduler
         size, mixed = scheduler.chunked_prefill_size, scheduler.is_mixed_chunk
-        scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = tokens, mixes_decodes
+        if size is not None:
+            scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = tokens, mixes_decodes
         try:
             yield
         finally:
@@ -204,8 +268,12 @@ class EngineView:
 
         SGLang has more places in modes that co-serving refuses (``compat.settings``).
         """
+        yield from self.waiting
+        yield from self.placed()
+
+    def placed(self) -> Iterator[Req]:
+        """Yield the same but for those of SGLang's queue. O(requests in batches)."""
         scheduler = self._scheduler
-        yield from scheduler.waiting_queue
         yield from scheduler.grammar_manager.grammar_queue
         yield from self.requests_with_kv(scheduler.running_batch)
         # Before 0.5.23 only the overlapped loop has a queue of results.

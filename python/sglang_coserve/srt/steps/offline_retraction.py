@@ -25,9 +25,16 @@ class OfflineRetraction:
     """Retracts offline requests for online ones, before SGLang lets those wait or retracts them."""
 
     def __init__(
-        self, scheduler: Any, pools: KvPools, view: EngineView, events: Counter[str]
+        self,
+        scheduler: Any,
+        pools: KvPools,
+        view: EngineView,
+        events: Counter[str],
+        answer_aborted: Callable[[Req], None],
     ) -> None:
+        """``answer_aborted`` ends a request that is aborted in no batch."""
         self._scheduler = scheduler
+        self._answer_aborted = answer_aborted
         self._pools = pools
         self._view = view
         self._events = events
@@ -87,7 +94,7 @@ class OfflineRetraction:
         """
         if not self._scheduler.enable_lora:
             return set()
-        first = next((req for req in self._view.waiting if not is_offline(req)), None)
+        first = next((req for req in self._view.waiting_in_turn if not is_offline(req)), None)
         if first is None:
             return set()
         fits = self._scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
@@ -137,8 +144,7 @@ class OfflineRetraction:
         if self._view.chunk is not None and self._view.chunk.rid in rids:
             unfinished.append(self._view.take_chunk())
         for req in unfinished:
-            self.release(req)
-        self._events["retracted"] += len(unfinished)
+            self._events["retracted"] += self.release(req)
         self._retract_decodes(running_batch, rids)
         self._retract_decodes(self._view.paused_requests.batch, rids)
 
@@ -146,16 +152,35 @@ class OfflineRetraction:
         keep = [i for i, req in enumerate(batch.reqs) if req.rid not in rids]
         gone = [req for req in batch.reqs if req.rid in rids]
         for req in gone:
-            self.release(req)
+            self._events["retracted"] += self.release(req)
         if gone:
             batch.filter_batch(keep_indices=keep)
             batch.batch_is_full = False
-        self._events["retracted"] += len(gone)
 
-    def release(self, req: Req) -> None:
-        """Release the KV of a request that is in no batch, or about to leave it, and requeue it."""
+    def end_aborted(self) -> None:
+        """End the paused requests that have ended or are aborted.
+
+        Under overlap scheduling the result of the last step may end a request paused since. An
+        aborted request would hold its KV until offline work has time for a step.
+        """
+        batch = self._view.paused_requests.batch
+        if batch.reqs:
+            batch.filter_batch()
+            aborted = {req.rid for req in batch.reqs if req.to_finish is not None}
+            self._retract_decodes(batch, aborted)
+
+    def release(self, req: Req) -> bool:
+        """Release the KV of a request that is in no batch, or about to leave it, and requeue it.
+
+        An aborted request ends instead, and the result is False.
+        """
+        is_aborted = req.to_finish is not None
         compat.release_for_requeue(req, self._scheduler.tree_cache)
-        self._view.requeue(req)
+        if is_aborted:
+            self._answer_aborted(req)
+        else:
+            self._view.requeue(req)
+        return not is_aborted
 
     def release_unfinished(self, batch: ScheduleBatch, num_prefills: int) -> list[Req]:
         """Release the requests of a prepared batch that has not run to its end.

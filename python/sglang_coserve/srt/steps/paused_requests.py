@@ -219,21 +219,6 @@ class PausedRequests:
         """Move the paused requests in ``rids`` to the running batch, and return it."""
         return join(running, split(self.batch, rids)) if rids else running
 
-    def resume_ended(self, running: ScheduleBatch) -> ScheduleBatch:
-        """Move aborted paused requests to the running batch, where they end, and return it.
-
-        To be called before each scheduling round; it also removes requests that have finished, as
-        under overlap scheduling the result of the last step may end one paused since. Requests
-        that cannot be split off end in the next step of the offline lane.
-        """
-        if not self.batch.reqs:
-            return running
-        self.batch.filter_batch()
-        aborted = {
-            req.rid for req in self.batch.reqs if req.to_finish is not None and has_plain_state(req)
-        }
-        return self.resume(running, aborted)
-
     def take_all(self) -> list[Req]:
         """Remove and return all requests, and discard their batch."""
         reqs = [*self.parked, *self.paused]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
+from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import Request, RequestInfo
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat import cached_prefix_tokens, computed_tokens, holds_kv, prefix_tokens
 from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of
@@ -33,8 +36,31 @@ class LiveRequest:
     length_tokens: int
     """Its prompt and its expected output."""
 
+    first_token_s: float | None = None
+    """Time of its first token in this engine."""
+
     last_token_s: float | None = None
-    """When its last token came out."""
+    """Time of its last token."""
+
+    def came(self, at_s: float) -> None:
+        """Record a token."""
+        if self.first_token_s is None:
+            self.first_token_s = at_s
+        self.last_token_s = at_s
+
+
+def packed_tokens(req: Req) -> PackedTokens:
+    """Return the prompt and output of a request, packed.
+
+    Two requests have a common prefix only if SGLang's radix cache lets them share it: the first
+    token also stands for the namespace of the request. O(tokens).
+    """
+    token_ids = [*req.origin_input_ids, *req.output_ids]
+    namespace = compat.prefix_namespace(req)
+    if namespace is not None and token_ids:
+        digest = sha256(repr((namespace, token_ids[0])).encode()).digest()
+        token_ids[0] = int.from_bytes(digest[:7], "big")
+    return pack_tokens(token_ids)
 
 
 class RequestLedger:
@@ -150,14 +176,16 @@ class RequestLedger:
             computed = computed_tokens(req)
             generated = computed + 1 - info.prompt_tokens
             last_s = None if generated > len(req.output_ids) else live.last_token_s
-            requests.append(new(Request, (info, state, generated, computed, 0, last_s)))
+            row = (info, state, generated, computed, 0, last_s, live.first_token_s)
+            requests.append(new(Request, row))
         return requests
 
     def prefilling_request(self, req: Req, state: RequestState) -> Request:
         """Return one whose prompt is partly computed as a snapshot has it."""
         computed = prefix_tokens(req)
         live = self._live[req.rid]
-        return Request(live.info, state, len(req.output_ids), computed, 0, live.last_token_s)
+        times_s = live.last_token_s, live.first_token_s
+        return Request(live.info, state, len(req.output_ids), computed, 0, *times_s)
 
     def waiting_requests(self, reqs: Iterable[Req]) -> Sequence[Request]:
         """Return those that wait as a snapshot has them, the first with their cached prefix.
@@ -169,7 +197,8 @@ class RequestLedger:
     def _waiting_request(self, place: int, req: Req) -> Request:
         cached = self.match_prefix(req) if place < _MATCHED_WAITING else 0
         live, generated = self._live[req.rid], len(req.output_ids)
-        return Request(live.info, RequestState.WAITING, generated, 0, cached, live.last_token_s)
+        times_s = live.last_token_s, live.first_token_s
+        return Request(live.info, RequestState.WAITING, generated, 0, cached, *times_s)
 
     def match_prefix(self, req: Req) -> int:
         """Return how many leading tokens of a waiting request the radix cache holds."""

@@ -197,7 +197,7 @@ class StepTracker:
             else:
                 offline_jobs.append(live.info.job)
             if has:
-                live.last_token_s = now_s
+                live.came(now_s)
         step.has_results = True
         tokens_of = Counter(() if step.result.batch.is_empty else offline_jobs)
         for rid, tokens in step.result.chunks if tokens_of else ():

@@ -12,7 +12,7 @@ holds its place before others. So it is ended as soon as the client has gone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -52,15 +52,17 @@ class _Call:
         """Whether its client has."""
 
 
+_POLL_S: Final = 0.01
+
 _CALL: Final[ContextVar[_Call | None]] = ContextVar("what is served", default=None)
 
 
 class ClientDepartures:
     """Watches the connection of each HTTP request while it is served."""
 
-    def __init__(self, abort: Callable[[str], None]) -> None:
-        """``abort`` ends the request of an id, and ignores one that has ended."""
-        self._abort = abort
+    def __init__(self, manager: Any) -> None:
+        """``manager`` is SGLang's tokenizer manager, which aborts requests."""
+        self._manager = manager
 
     @asynccontextmanager
     async def watched(self, request: Any) -> AsyncGenerator[None]:
@@ -85,18 +87,25 @@ class ClientDepartures:
         finally:
             watching.cancel()
 
-    def sending(self, rid: str) -> None:
+    def sending(self, tokenized: Any) -> None:
         """Note that a request is about to be sent to the engine for the client of this context.
 
+        A request with a LoRA adapter is sent although its client has left, and then aborted. SGLang
+        counts the adapter for all choices of a request at once, and would wait for ever to unload
+        the adapter if one choice was not sent.
+
         Raises:
-            ValueError: the client has left.
+            ValueError: the client has left, and the request has no adapter.
         """
-        call = _CALL.get()
+        call, rid = _CALL.get(), tokenized.rid
         if call is None:
             return
-        if call.has_left:
+        if not call.has_left:
+            call.rids.append(rid)
+        elif tokenized.lora_id is None:
             raise ValueError(f"request {rid} is not sent to the engine: its client has left")
-        call.rids.append(rid)
+        else:
+            self._abort_once_sent(rid, self._manager.rid_to_state.get(rid))
 
     async def _watch(self, request: Any, call: _Call) -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -108,4 +117,14 @@ class ClientDepartures:
             return
         call.has_left = True
         for rid in call.rids:
-            self._abort(rid)
+            self._manager.abort_request(rid)
+
+    def _abort_once_sent(self, rid: str, state: Any) -> None:
+        """Abort a request when the scheduler has it, unless it has ended; ``state`` is its own."""
+        if state is None or self._manager.rid_to_state.get(rid) is not state:
+            return
+        if state.dispatched:
+            self._manager.abort_request(rid)
+        else:
+            later = asyncio.get_running_loop().call_later
+            later(_POLL_S, self._abort_once_sent, rid, state)

@@ -20,9 +20,9 @@ from sglang_coserve.guard.process_health import is_stop_asked, uvicorn_server
 from sglang_coserve.guard.tokenizer_manager import GuardedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.batch_backend.loaded_model import kv_in_use, loaded_fingerprint
+from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
 from sglang_coserve.srt.marks.answers import telling_refusals
-from sglang_coserve.srt.marks.offline_marks import attach_marks, go_on_with_kv
+from sglang_coserve.srt.marks.offline_marks import attach_marks
 from sglang_coserve.srt.marks.request_marks import with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
     GenAiMetrics,
@@ -32,6 +32,7 @@ from sglang_coserve.srt.monitoring.otel_metrics import (
     tier_attributes,
 )
 from sglang_coserve.srt.scheduler.scheduler import config_of
+from sglang_coserve.srt.tokenizer.adapter_unloads import AdapterUnloads
 from sglang_coserve.srt.tokenizer.client_presence import (
     ClientDepartures,
     install_arrival_times,
@@ -159,7 +160,8 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         for name in compat.UPDATE_COMMUNICATORS:
             setattr(self, name, self._once_idle(getattr(self, name)))
         install_arrival_times()
-        self._departures = ClientDepartures(self.abort_request)
+        self._departures = ClientDepartures(self)
+        self._adapter_unloads = AdapterUnloads(self)
         self._fingerprint: asyncio.Task[str] | None = None
         settings = compat.settings_of(self.server_args)
         self._otel_metrics: GenAiMetrics | None = None
@@ -195,12 +197,14 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
                 yield output
 
     def _send_one_request(self, tokenized_obj: Any) -> Any:
-        self._departures.sending(tokenized_obj.rid)
+        self._departures.sending(tokenized_obj)
+        self._adapter_unloads.sending(tokenized_obj)
         return super()._send_one_request(tokenized_obj)
 
     def _send_batch_request(self, tokenized_objs: Any) -> Any:
         for tokenized in tokenized_objs:
-            self._departures.sending(tokenized.rid)
+            self._departures.sending(tokenized)
+            self._adapter_unloads.sending(tokenized)
         return super()._send_batch_request(tokenized_objs)
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
@@ -238,16 +242,9 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         params = tokenized.sampling_params
         # With what SGLang has added: the operator's defaults, a budget of thinking.
         params.custom_params = with_client_marks(params.custom_params, config_of(self.server_args))
-        go_on_with_kv(params, self._kv_in_use)
         attach_marks(params)
         self._describe(tokenized)
         return tokenized
-
-    def _kv_in_use(self) -> str | None:
-        """Return the fingerprint of this engine's KV; None as long as nobody has asked for that of
-        the model."""
-        loaded = self._fingerprint
-        return kv_in_use(self, loaded.result()) if loaded is not None and loaded.done() else None
 
     def _describe(self, tokenized: Any) -> None:
         """Say in metrics and spans which tier a request has, and in spans its ``x-request-id``."""

@@ -54,6 +54,8 @@ const fine = ifKnown((value) => (value < 10 ? value.toFixed(1) : number(value)))
 const percent = ifKnown((share) => `${whole.format(share * 100)}%`);
 const milliseconds = ifKnown((value) =>
   value >= 1e4 ? `${number(value / 1000)} s` : `${value >= 100 || value === 0 ? whole.format(value) : value.toPrecision(3)} ms`);
+const tenths = ifKnown((share) => `${(share * 100).toFixed(1)}%`);
+const times = ifKnown((ratio) => `${ratio.toFixed(2)} ×`);
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 
 function moment(seconds) {
@@ -87,6 +89,42 @@ function showUsers(users) {
   const slos = users.slos ?? [];  // Of a gateway each engine has its own.
   table.hidden = !slos.length;
   table.tBodies[0].replaceChildren(...slos.map(sloRow));
+  write(byId("promise"), users.promise ? `Promised: ${users.promise}` : "");
+  showBeside(users);
+}
+
+function showStopped(error) {
+  write(byId("stopped"), error ? `Offline requests wait until the engine’s next start, because planning has failed: ${error}` : "");
+}
+
+const LATENCIES = [["ttft", "Time to first token"], ["tpot", "Mean gap of a request"], ["tbt", "Gaps between tokens"], ["e2e", "End to end"]];
+
+// Of a gateway each engine has its own latencies.
+function showBeside({ latencies, streams, cache }) {
+  const isKnown = Boolean(latencies?.ttft?.values);
+  byId("beside-section").hidden = !isKnown;
+  if (!isKnown) return;
+  const speed = (slowdown) => percent(slowdown === null ? null : 1 / slowdown);
+  figures(byId("beside"), [
+    ["Streams, of their speed alone", speed(streams.slowdown.p50)],
+    ["The slowest 1% of streams", speed(streams.slowdown.p99)],
+    ...(streams.limit === null ? [] : [[`Streams at ${speed(streams.limit)} or more, as promised`, tenths(streams.kept_share)]]),
+    ...(cache === null || cache.share === null ? [] : [["Conversations, of the tokens cached alone", percent(cache.share)]]),
+    ...(cache === null ? [] : [["Cached tokens kept for conversations", number(cache.protected_tokens)]]),
+  ]);
+  byId("latencies").tBodies[0].replaceChildren(...LATENCIES.map(([name, label]) => latencyRow(label, latencies[name])));
+}
+
+function latencyRow(label, { measured_ms: measured, online_alone_ms: alone, ratio }) {
+  const cells = ["p50", "p99"].flatMap((statistic) => {
+    const shown = statistic.toUpperCase();
+    return [
+      cell(shown, "number", milliseconds(measured[statistic])),
+      cell(`${shown} alone`, "number", milliseconds(alone[statistic])),
+      cell(`${shown} ratio`, "number", times(ratio[statistic])),
+    ];
+  });
+  return element("tr", { role: "row" }, element("th", { role: "rowheader", scope: "row" }, label), ...cells);
 }
 
 function sloRow(slo) {
@@ -304,8 +342,8 @@ function showBatches(batches) {
 
 function batchRow(id) {
   const row = { buttons: {} };
-  for (const name of ["metadata", "delay", "count", "status", "p50", "p95", "window", "warning"]) row[name] = element("span");
-  row.metadata.className = row.delay.className = row.status.className = row.p95.className = "small";
+  for (const name of ["metadata", "delay", "count", "status", "finish", "window", "warning"]) row[name] = element("span");
+  row.metadata.className = row.delay.className = row.status.className = "small";
   row.warning.className = "small fair";
   row.progress = element("progress", { max: "1", "aria-label": `Progress of ${id}` });
   const button = (action, label) => {
@@ -320,7 +358,7 @@ function batchRow(id) {
   row.element = element("tr", { role: "row", "data-batch": id },
     element("th", { role: "rowheader", scope: "row" }, lines(element("code", {}, id), row.metadata, row.delay)),
     element("td", { role: "cell", "data-label": "Progress" }, lines(row.progress, row.count, row.status)),
-    element("td", { role: "cell", "data-label": "Finish: P50, P95" }, lines(row.p50, row.p95)),
+    element("td", { role: "cell", "data-label": "Finish" }, row.finish),
     element("td", { role: "cell", "data-label": "Window ends" }, lines(row.window, row.warning)),
     element("td", { role: "cell" }, row.actions));
   rows.set(id, row);
@@ -337,12 +375,10 @@ function updateRow(row, batch, path) {
   write(row.delay, ours.online_delay_s ? `delayed online users by ${milliseconds(ours.online_delay_s * 1000)} in all` : "");
   write(row.count, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`);
   write(row.status, ours.paused && !isFinal ? "paused" : batch.status.replace("_", " "));
-  write(row.p50, batch.completed_at ? `done ${moment(batch.completed_at)}` : ours.eta && !isFinal ? moment(ours.eta) : "–");
-  write(row.p95, ours.eta_p95 && !isFinal ? `P95 ${moment(ours.eta_p95)}` : "");
+  write(row.finish, batch.completed_at ? `done ${moment(batch.completed_at)}` : ours.eta && !isFinal ? moment(ours.eta) : "–");
   write(row.window, moment(batch.expires_at));
   const isLate = !isFinal && ours.eta && ours.eta > batch.expires_at;
-  const mayBeLate = !isFinal && ours.eta_p95 && ours.eta_p95 > batch.expires_at;
-  write(row.warning, isFinal ? "" : isLate ? "expected after its window" : mayBeLate ? "may miss its window" : ours.warning || "");
+  write(row.warning, isFinal ? "" : isLate ? "expected after its window" : ours.warning || "");
   row.buttons.pause.hidden = isFinal || ours.paused || batch.status === "cancelling";
   row.buttons.resume.hidden = isFinal || !ours.paused;
   row.buttons.cancel.hidden = isFinal || batch.status === "cancelling";
@@ -381,9 +417,7 @@ function confirmed(id) {
 // --- Decisions and head-room ----------------------------------------------------------------
 
 function showDecisions(view) {
-  const note = view.policy === "fifo" ? "--offline-policy fifo plans nothing: offline requests run when no online request waits."
-    : view.decisions.length ? "" : "Nothing has been decided yet: there was no offline work.";
-  write(byId("why-note"), note);
+  write(byId("why-note"), view.decisions.length ? "" : "Nothing has been decided yet: there was no offline work.");
   byId("decisions").replaceChildren(...view.decisions.slice(0, 12).map((decision) =>
     element("li", {},
       element("time", { datetime: new Date(decision.at * 1000).toISOString() }, clock(decision.at)),
@@ -538,6 +572,7 @@ function show(view) {
   write(byId("link"), age === null ? "The engine has not said anything yet." : isStale ? `The engine was last heard of ${number(age)} s ago.` : "Live");
   byId("link").className = isStale ? "state bad" : "state good";
   showUsers(view.online_users);
+  showStopped(view.offline_stopped_by);
   if (isFleet) {
     showFleet(view.fleet, view.engines);
   } else {

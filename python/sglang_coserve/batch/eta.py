@@ -1,0 +1,102 @@
+"""When batches will be complete, and how much offline work could be added.
+
+An ETA is what remains of a batch, divided by the rate that it gets. The engine's measured rate of
+offline tokens is shared as ``fair_slots`` shares it: alike between owners, and among the batches of
+an owner one after the other. An owner who is done leaves the rate to the others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from sglang_coserve.batch.record import JobRecord
+
+_ESTIMATE_LINES: Final = 20
+"""The estimate of a batch's tokens weighs as much as this many finished lines."""
+
+_CENTURY_S: Final = 100 * 365 * 86_400.0
+"""Longest time to an ETA: calendars end."""
+
+_LEAST_LEFT_S: Final = 60.0
+"""Least time left that is assumed, so that a window that is about to close needs no infinite
+rate."""
+
+
+class Eta(NamedTuple):
+    """When a batch will be complete."""
+
+    at_s: float
+    """Seconds since the epoch."""
+
+    rate_tokens_per_s: float
+    """Mean rate from now to then; 0 when nothing remains."""
+
+
+class Headroom(NamedTuple):
+    """What offline work gets, what unfinished batches need of it, and what that leaves."""
+
+    tokens_per_s: float | None
+    """Offline tokens a second that the engine serves, or is expected to; None if unknown."""
+
+    required_tokens_per_s: float
+    """What the unfinished batches need to be complete within their windows."""
+
+    headroom_tokens_per_s: float | None
+    """What could be added; None if unknown."""
+
+
+def remaining_tokens(batch: JobRecord) -> float:
+    """Return the tokens that the unfinished lines of ``batch`` will take.
+
+    Finished lines correct the estimate: the others are expected to exceed theirs as much.
+    """
+    expected, done = batch.estimated_tokens, batch.progress
+    if not batch.total_lines:
+        return expected  # Not validated yet.
+    estimate = _ESTIMATE_LINES * expected / batch.total_lines
+    if not estimate:
+        return 0.0
+    correction = (done.usage.total_tokens + estimate) / (done.estimated_tokens + estimate)
+    return max(0, expected - done.estimated_tokens) * correction
+
+
+def etas(batches: Iterable[JobRecord], rate_per_s: float | None, now_s: float) -> dict[str, Eta]:
+    """Return the ETAs of batches by id; none without a rate. O(n log n).
+
+    Args:
+        batches: Those that are being served, or soon will be.
+        rate_per_s: Tokens a second of all offline work; more than 0. None if unknown.
+        now_s: Seconds since the epoch.
+    """
+    if rate_per_s is None:
+        return {}
+    queues: defaultdict[str, list[tuple[JobRecord, float]]] = defaultdict(list)
+    for batch in sorted(batches, key=lambda batch: (-batch.priority, batch.expires_at_s)):
+        queues[batch.owner].append((batch, remaining_tokens(batch)))
+    totals = sorted(sum(left for _, left in queue) for queue in queues.values())
+    sums = [*accumulate(totals, initial=0.0)]
+    found: dict[str, Eta] = {}
+    for queue in queues.values():
+        tokens = 0.0
+        for batch, left in queue:
+            tokens += left
+            # Other owners have been served as much by then, or all that they have to do.
+            ended = bisect_left(totals, tokens)
+            to_all = sums[ended] + (len(totals) - ended) * tokens
+            left_s = min(to_all / rate_per_s, _CENTURY_S)
+            found[batch.id] = Eta(now_s + left_s, left / left_s if left_s else 0.0)
+    return found
+
+
+def headroom(batches: Iterable[JobRecord], rate_per_s: float | None, now_s: float) -> Headroom:
+    """Return what could be added beside ``batches``; see ``etas`` for the arguments."""
+    required_per_s = sum(
+        remaining_tokens(batch) / max(batch.expires_at_s - now_s, _LEAST_LEFT_S)
+        for batch in batches
+    )
+    spare_per_s = None if rate_per_s is None else max(rate_per_s - required_per_s, 0)
+    return Headroom(rate_per_s, required_per_s, spare_per_s)

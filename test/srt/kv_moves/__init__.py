@@ -1,0 +1,1 @@
+"""Moved KV, on the real scheduler and on its own."""
