@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Final
 
+from sglang_coserve.core.planning.online_prompts import OnlinePrompts
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.scheduler_config import Overload
-from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Bound, Lane
-from sglang_coserve.core.step_stats import StepStats
 
 _CROWDED: Final = 0.5
 """Share of the KV above which online decodes leave prompts too little. Simulated, +10%, 8B on an
@@ -24,12 +21,6 @@ once 3.2 x alone, 1.13-1.38 and twice 4.7 without this; offline work has 4-30% f
 _MORE_THAN_ALONE: Final = 1.1
 """Times as many decodes as in the baseline, which is a little behind. With 1.5, 3.8 instead of
 3.1 x."""
-
-_LATER: Final = 0.15
-"""Share of their time by which online prompts may end later to keep the pace of streams. Simulated
-(8B on an H100, the demo's load; Azure's conversations at 50%, two seeds), the P99 gap is 63 and 53
-ms with 0.1, 20 and 43 ms with 0.15, 20 and 33 ms with 0.25. P99 TTFT at 50% is 1.13, 1.09 and
-1.14 x alone."""
 
 
 def serve_online(batch: StepBuilder, budget_s: float) -> None:
@@ -43,8 +34,9 @@ def serve_online(batch: StepBuilder, budget_s: float) -> None:
     """
     batch.limit_offline(budget_s * batch.context.timely, Bound.BUDGET)
     slack_s = batch.slack_s  # Decodes that are retracted here count, too.
-    prompt_slack_s = slack_s + _stall_s(batch)
-    if _is_prompts_first(batch, prompt_slack_s * batch.context.timely):
+    prompts = OnlinePrompts(batch)
+    prompt_slack_s = slack_s + prompts.stall_s()
+    if prompts.go_first(prompt_slack_s * batch.context.timely):
         _prefill_before_decodes(batch)
     else:
         decode_online(batch)
@@ -95,127 +87,6 @@ def _prefill_before_decodes(batch: StepBuilder) -> None:
     else:
         batch.skips_decodes = True
         batch.limit_offline(0.0, Bound.PROMPTS_FIRST)
-
-
-def _stall_s(batch: StepBuilder) -> float:
-    """Return the seconds by which online prompts may exceed the pace of streams.
-
-    Prompts are cut to keep the pace. Shorter pieces delay first tokens, since more steps have the
-    decodes, too. The pieces are as long as first tokens need (``_most_token_s``), and no step
-    exceeds the P99 gap alone. O(log tokens) predictions for a step with prompts.
-    """
-    if not batch.stall_s or not batch.has_online_prompts or batch.context.is_plain:
-        return 0.0
-    first = batch.first_prompts(batch.free_tokens)
-    token_s, context_tokens = _most_token_s(batch, first), first[0].computed_tokens
-    decodes, predict = batch.online_decode_stats, batch.model.predict
-
-    def is_enough(tokens: int) -> bool:
-        return predict(decodes.with_prefill(tokens, context_tokens)) <= tokens * token_s
-
-    most_tokens = min(batch.free_tokens, sum([one.tokens_to_compute for one in first]))
-    if not is_enough(most_tokens):
-        return batch.stall_s
-    tokens = 1 + bisect_left(range(1, most_tokens), True, key=is_enough)
-    step_s = predict(decodes.with_prefill(tokens, context_tokens)) / batch.context.timely
-    return min(max(step_s - batch.slack_s, 0.0), batch.stall_s)
-
-
-def _most_token_s(batch: StepBuilder, first: Sequence[Request]) -> float:
-    """Return the longest time in seconds that a token of the first prompts may take beside decodes.
-
-    All online prompts together may end later by what an arrival may wait, or by ``_LATER`` of
-    their time. No first token may miss its target for the decodes in the steps.
-    """
-    alone = _alone(batch, first)
-    alone_s = batch.model.predict(alone) / alone.prefill_tokens
-    tokens = sum([one.tokens_to_compute for one in first])
-    num_prompts = len(batch.online_prefills) + len(batch.snapshot.waiting)
-    all_tokens = tokens * num_prompts / len(first)
-    waited_s = batch.snapshot.begins_s - first[0].info.arrival_s
-    later_s = max(batch.context.allowance.arrival_s, _LATER * (waited_s + all_tokens * alone_s))
-    ends = accumulate(one.tokens_to_compute for one in first)
-    due_s = [batch.due_s(one) * batch.context.timely for one in first]
-    in_time_s = min([due / end for due, end in zip(due_s, ends, strict=True)])
-    return max(alone_s, min(alone_s + later_s / all_tokens, in_time_s))
-
-
-def _delay_by_cutting_s(batch: StepBuilder, step_s: float) -> float:
-    """Return by how much online prompts end later beside decodes, in steps of ``step_s``, than in
-    steps of their own; infinite if no prompt token fits such a step.
-
-    Prompts beyond the first step are taken to have the mean length of its prompts.
-    """
-    first = batch.first_prompts(batch.free_tokens)
-    token_s = _mixed_token_s(batch, first, step_s)
-    if math.isinf(token_s):
-        return math.inf
-    alone = _alone(batch, first)
-    num_prompts = len(batch.online_prefills) + len(batch.snapshot.waiting)
-    all_tokens = sum([one.tokens_to_compute for one in first]) * num_prompts / len(first)
-    return all_tokens * (token_s - batch.model.predict(alone) / alone.prefill_tokens)
-
-
-def _alone(batch: StepBuilder, first: Sequence[Request]) -> StepStats:
-    """Return the sums over a step of these online prompts alone, as far as they fit. O(prompts)."""
-    stats, free_tokens = StepStats(), batch.free_tokens
-    for request in first:
-        tokens = min(request.tokens_to_compute, free_tokens - stats.prefill_tokens)
-        if tokens > 0:
-            stats = stats.with_prefill(tokens, request.length_tokens - request.tokens_to_compute)
-    return stats
-
-
-def _mixed_token_s(batch: StepBuilder, first: Sequence[Request], step_s: float) -> float:
-    """Return the seconds that a prompt token takes in a step of ``step_s`` with the decodes in it;
-    infinite if not even one fits."""
-    decodes, context_tokens = batch.online_decode_stats, first[0].computed_tokens
-    limit_tokens = min(batch.free_tokens, sum([one.tokens_to_compute for one in first]))
-    tokens = batch.model.max_prefill_tokens(decodes, context_tokens, limit_tokens, step_s)
-    if not tokens:
-        return math.inf
-    return batch.model.predict(decodes.with_prefill(tokens, context_tokens)) / tokens
-
-
-def _is_prompts_first(batch: StepBuilder, step_s: float) -> bool:
-    """Return whether online prompts run without decodes, as in plain SGLang.
-
-    SGLang stalls the decodes for every prompt. Where nothing asks for shorter gaps than plain
-    SGLang has, and no offline work is there, its order is kept. Otherwise decodes wait as long as
-    they can, and then join the prompts: that delays first tokens less than a step of their own, or
-    than joining every step. Where no step has tokens for all decodes and a piece of a prompt,
-    prompts go first, too. The step is as long as the decodes can wait, so that prompts spread
-    over several steps, with the decodes in each. Prompts go first if that delays them by more than
-    offline work may add (``prompt_s``), and makes a first token late. O(requests), and of those
-    that wait only as many as fit a step: those behind are taken to be as long.
-    """
-    decodes, memory = batch.online_decodes, batch.memory
-    if not decodes or not batch.has_online_prompts:
-        return False
-    if not memory.has_room(memory.kv_to_decode(decodes), requests=len(decodes)):
-        return False
-    if not batch.shortest_chunk(Prompt.of(batch.first_prompts(1)[0]), beside=len(decodes)):
-        return True
-    if batch.context.config.overload is Overload.SHED:
-        return False
-    if batch.context.is_plain:
-        return not batch.context.mixes_decodes
-    if math.isinf(step_s):
-        return False
-    first = batch.first_prompts(batch.free_tokens)
-    both_s = batch.model.predict(_alone(batch, first)) + batch.model.predict(
-        batch.online_decode_stats
-    )
-    if both_s <= step_s:
-        return True
-    if _delay_by_cutting_s(batch, step_s) <= batch.context.prompt_s:
-        return False
-    token_s = _mixed_token_s(batch, first, step_s)
-    ends = accumulate(token_s * one.tokens_to_compute for one in first)
-    return any(
-        end_s > batch.due_s(one) * batch.context.timely
-        for one, end_s in zip(first, ends, strict=True)
-    )
 
 
 def decode_online(batch: StepBuilder) -> None:
