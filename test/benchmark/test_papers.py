@@ -44,11 +44,6 @@ def test_a_stored_table_is_what_the_code_gives(name: str) -> None:
     )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="simulator.options imports every policy for its settings: move that import to where "
-    "policies are compared, with the next change that makes all tables anew",
-)
 def test_a_table_depends_on_its_own_policies() -> None:
     modules = {name: EXPERIMENTS[name].modules() for name in EXPERIMENTS}
     core = "sglang_coserve.core"

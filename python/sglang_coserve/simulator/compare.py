@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from sglang_coserve.core.policies import make_policy
 from sglang_coserve.simulator.observer import EventLog, RunControl, SimulationObserver
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.result import SimulationResult
@@ -28,8 +29,10 @@ def compare(
         CoserveError: an option or a file cannot be used.
         OSError: the directory cannot be written.
     """
-    setups = [(name, options.setup(name)) for name in options.policies]
-    runs = [(options.make_policy(name), setup) for name, setup in setups]
+    runs = [
+        (make_policy(name, options.policy_settings(name)), options.setup(name))
+        for name in options.policies
+    ]
     workload = options.workload()
     directory.mkdir(parents=True, exist_ok=True)
     results: list[SimulationResult] = []

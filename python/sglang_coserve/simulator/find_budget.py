@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 from typing import Any, Final
 
 from sglang_coserve.core.control.slo import Slo, format_slo, parse_slo, request_targets
+from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report, milliseconds
@@ -263,7 +264,7 @@ class BudgetSearch:
             scheduler=replace(setup.scheduler, iteration_budget_s=budget_s),
         )
         self._control.begin(name, workload.interval_s)
-        chosen = self._options.make_policy(policy)
+        chosen = make_policy(policy, self._options.policy_settings(policy))
         result = simulate(workload, setup, chosen, on_progress=self._control.tick)
         if self._control.should_stop:
             raise _EndedEarlyError

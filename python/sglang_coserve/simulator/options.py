@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Final
 
 from sglang_coserve.core.control.objective import Objective, parse_slowdown
 from sglang_coserve.core.control.slo import deadlines, parse_slo, request_targets
 from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
-from sglang_coserve.core.policies import make_policy
-from sglang_coserve.core.policies.hygen import HygenPolicy
-from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError
@@ -26,6 +24,10 @@ from sglang_coserve.simulator.flags import SimulationFlags
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload
 from sglang_coserve.workload.shape import fit_to_context, scale_rate, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
+
+_CHUNKED: Final = "hygen"
+"""Name of the policy that ``step_prefill_tokens`` is for. Options import no policy, so a change of
+one policy leaves the results of the others as they are."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class SimulationOptions(SimulationFlags):
             if not 0 <= value < math.inf:
                 raise ConfigError(f"simulation: {name} is {value}: it must be at least 0")
         self._slowdowns()
-        if self.step_prefill_tokens is not None and HygenPolicy.name not in self.policies:
+        if self.step_prefill_tokens is not None and _CHUNKED not in self.policies:
             raise ConfigError("simulation: step_prefill_tokens is for the policy hygen")
 
     @property
@@ -102,11 +104,11 @@ class SimulationOptions(SimulationFlags):
             ),
         )
 
-    def make_policy(self, name: str) -> Policy:
-        """Return a new policy of this name, with its settings among the flags."""
-        is_set = name == HygenPolicy.name and self.step_prefill_tokens is not None
-        settings = {"step_prefill_tokens": self.step_prefill_tokens} if is_set else {}
-        return make_policy(name, settings)
+    def policy_settings(self, policy: str) -> dict[str, int]:
+        """Return the settings of the policy of this name that are among the flags."""
+        if policy != _CHUNKED or self.step_prefill_tokens is None:
+            return {}
+        return {"step_prefill_tokens": self.step_prefill_tokens}
 
     def _slowdowns(self) -> list[float | None]:
         names = ("online_slowdown", "stream_slowdown")
