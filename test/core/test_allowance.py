@@ -183,3 +183,21 @@ def test_no_limit_is_negative(
         assert all(limit_s is None or limit_s > 0 for limit_s in learned.targets)
         assert min(learned.stall_s, free.stall_s) > 0
         assert free.arrival_s > 0
+
+
+@pytest.mark.parametrize("slo", ["ttft p99 <= +10%", "ttft p99 <= 10s", "tbt p99 <= +50%"])
+def test_a_tightened_allowance_adds_no_more_and_keeps_its_limits(slo: str) -> None:
+    bounded = allowance(slo)
+    first_tokens(bounded, 100, alone_s=4.0)
+    before = bounded.targets
+    assert bounded.arrival_s > 0.03
+    bounded.tighten(0.03)
+    assert (bounded.arrival_s, bounded.targets) == (0.03, before)
+
+
+def test_tightening_loosens_nothing_and_bounds_nothing_without_targets() -> None:
+    strict, free = allowance("ttft p99 <= +10%"), allowance()
+    least_s = strict.arrival_s
+    strict.tighten(1.0)
+    free.tighten(1.0)
+    assert (strict.arrival_s, free.arrival_s) == (least_s, math.inf)

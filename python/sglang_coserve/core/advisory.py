@@ -15,7 +15,7 @@ class Advisory:
     """Calls advisory parts. One that raises is reported once, and not called again.
 
     What it knew then stays as it was: its state may be half changed, and more calls would make
-    what it says no better.
+    what it says no better. Where a decision rests on it, ``without`` says what takes its place.
     """
 
     def __init__(self, report: Callable[[str, Exception], None] | None = None) -> None:
@@ -26,11 +26,16 @@ class Advisory:
         """
         self._report = report
         self._off: dict[str, str] = {}
+        self._without: dict[str, Callable[[], object]] = {}
 
     @property
     def off(self) -> Mapping[str, str]:
         """Why each part that is off is off."""
         return MappingProxyType(self._off)
+
+    def without(self, part: str, call: Callable[[], object]) -> None:
+        """Have ``call`` called once if the part is switched off; its errors are reported, too."""
+        self._without[part] = call
 
     def tell(self, part: str, call: Callable[..., object], *args: object, **named: object) -> None:
         """Call a method of a part, unless the part is off."""
@@ -53,3 +58,7 @@ class Advisory:
         if self._report is not None and part not in self._off:
             self._off[part] = f"{type(error).__name__}: {error}"
             self._report(part, error)
+            try:
+                self._without.get(part, lambda: None)()
+            except Exception as another:
+                self._report(part, another)

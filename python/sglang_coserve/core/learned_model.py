@@ -58,7 +58,7 @@ _WARNING_INTERVAL_S: Final = 60.0
 _LATE_STEPS: Final = 0.05
 """Share of the steps that may take longer than the reserve accounts for."""
 
-_MOST_RESERVE: Final = 0.25
+MOST_RESERVE: Final = 0.25
 """A model that is off by more, such as a guess before its first refinement, is for refinement to
 correct. The reserve falls by 0.001 a step, and would outlast that for thousands of steps."""
 
@@ -87,7 +87,7 @@ class PredictionError:
         self.slowness = 1.0
         """Measured ÷ predicted time, averaged over about the last ten steps."""
 
-        self.reserve = min(_P95_OVER_MEAN * (profile_mape or 0.0), _MOST_RESERVE)
+        self.reserve = min(_P95_OVER_MEAN * (profile_mape or 0.0), MOST_RESERVE)
         """How much longer than predicted steps take, but for the slowest 5%; as a fraction."""
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
@@ -101,7 +101,7 @@ class PredictionError:
 
         is_late = measured_s > predicted_s * (1 + self.reserve)
         self.reserve += _RESERVE_GAIN * (1 - _LATE_STEPS if is_late else -_LATE_STEPS)
-        self.reserve = min(max(self.reserve, 0.0), _MOST_RESERVE)
+        self.reserve = min(max(self.reserve, 0.0), MOST_RESERVE)
 
     @property
     def mape(self) -> float | None:

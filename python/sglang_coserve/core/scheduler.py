@@ -13,7 +13,7 @@ from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.control.shadow_kv import UNPROTECTED, Protection, ShadowKv
 from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model.model import LatencyModel, Sample
-from sglang_coserve.core.learned_model import LearnedModel, PredictionError
+from sglang_coserve.core.learned_model import MOST_RESERVE, LearnedModel, PredictionError
 from sglang_coserve.core.learned_times import MovingMean, OfflineShape, ServiceTime
 from sglang_coserve.core.offline_queue import OfflineQueue, PackedTokens, QueuedRequest
 from sglang_coserve.core.planning.lanes import (
@@ -30,6 +30,7 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo, SuspendedStep
 from sglang_coserve.core.step import Bound, Lane, PrefillChunk, StepPlan, StepResult
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.work_log import WorkLog
 
 _NO_TOKENS: Final = PackedTokens(b"")
@@ -74,6 +75,7 @@ class Scheduler:
             advisory: Calls what judges and learns; without it, errors there are raised.
         """
         self._advisory = advisory or Advisory()
+        self._advisory.without("judgement", self._judge_no_more)
         self._policy = policy
         self._config = config or SchedulerConfig()
         self.interference = Interference(
@@ -121,12 +123,25 @@ class Scheduler:
         """Return for how many seconds the engine should keep a prefix of an online request after
         its last use, while it has another prefix to evict."""
         kv = self._protected_kv
-        return 0.0 if kv is None else kv.lease_s(now_s)
+        return 0.0 if kv is None else kv.lease_s(self._judged_s(now_s))
 
     def protection(self, now_s: float) -> Protection:
         """Return the KV that offline requests leave to the prefixes of online requests."""
         kv = self._protected_kv
-        return UNPROTECTED if kv is None else kv.protection(now_s)
+        return UNPROTECTED if kv is None else kv.protection(self._judged_s(now_s))
+
+    def _judged_s(self, now_s: float) -> float:
+        # Prefixes of which nothing more is learned would only seem ever older.
+        return min(now_s, self.interference.judged_until_s)
+
+    def _judge_no_more(self) -> None:
+        """Allow offline work no more than its smallest step beside online requests.
+
+        Still less would compose no step, and in the offline lane then one without a limit.
+        """
+        smallest = StepStats.of([(2 * self._config.min_chunk_tokens, 0)])
+        longest_s = (1 + MOST_RESERVE) * self.model.predict(smallest)
+        self.interference.stopped(longest_s)
 
     @property
     def _protected_kv(self) -> ShadowKv | None:

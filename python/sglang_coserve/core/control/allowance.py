@@ -185,12 +185,23 @@ class Allowance:
         self.is_relative: Final = all(slo.limit_s is None for slo in slos)
         """True when no SLO asks for other latencies than those without offline work."""
 
+        self._has_slos = bool(slos)
+        self._most_s = math.inf
+
     @property
     def arrival_s(self) -> float:
         """Longest time, in seconds, that offline work may add to the TTFT of a request that
         arrives now."""
         # The request waits for the rest of a step, and is served in another step as long.
-        return min(self._ttft.added_s, self._ttft.limit_s / 2)
+        return min(self._ttft.added_s, self._ttft.limit_s / 2, self._most_s)
+
+    def tighten(self, most_s: float) -> None:
+        """Let offline work add no more than ``most_s`` from now on, if anything bounds it.
+
+        The limits stay: online prompts and decodes are paced by them, too.
+        """
+        if self._has_slos or not math.isinf(self.arrival_s):
+            self._most_s = most_s
 
     @property
     def targets(self) -> Targets:

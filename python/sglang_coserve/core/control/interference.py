@@ -109,6 +109,16 @@ class Interference:
         """In order: those that the baseline was not through with when they ended in the engine."""
 
         self._now_s = -math.inf
+        self.judged_until_s = math.inf
+        """Time up to which requests are followed; infinite unless that has stopped."""
+
+    def stopped(self, most_s: float) -> None:
+        """Fall to the strictest bounds on offline work, as no request is followed any more.
+
+        Offline work adds at most ``most_s`` seconds, and the number of decodes alone is unknown.
+        """
+        self.judged_until_s = self._now_s
+        self.allowance.tighten(most_s)
 
     @property
     def bill(self) -> Bill | None:
@@ -117,7 +127,10 @@ class Interference:
 
     @property
     def decodes_alone(self) -> int:
-        """How many online requests decode in the baseline, which is a little behind."""
+        """How many online requests decode in the baseline, which is a little behind; 0 where it is
+        unknown."""
+        if not math.isinf(self.judged_until_s):
+            return 0
         return sum(baseline.num_decodes for baseline in self._baselines)
 
     def flushed(self) -> None:
