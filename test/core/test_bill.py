@@ -114,3 +114,27 @@ def test_it_is_as_large_as_the_jobs_that_ran_last_however_many_there_were() -> N
         bill.charge(Delay(1.0, 2.0), old, bill.mark())
     assert len(bill.report().jobs) <= 256
     assert sum(of(bill).values()) == pytest.approx(32.0)
+
+
+def test_requests_that_arrive_between_two_steps_share_what_is_noted_for_them() -> None:
+    bill = Bill()
+    first, second = bill.mark(), bill.mark()
+    assert first is second
+    bill.worked(1.0, [JobTokens("a", 1)])
+    assert (first, bill.mark()) == ({}, {"a": 1.0})
+
+
+@pytest.mark.parametrize("in_use", [0, 255])
+def test_few_requests_are_noted_to_the_step(in_use: int) -> None:
+    bill = Bill()
+    for number in range(1, 50):
+        bill.worked(1.0, [JobTokens("a", 1)])
+        assert bill.mark(in_use) == {"a": number}
+
+
+def test_the_marks_of_a_new_period_are_none_of_the_last_one() -> None:
+    bill = Bill()
+    bill.worked(1.0, [JobTokens("a", 1)])
+    assert bill.mark(9999) == {"a": 1.0}
+    bill.period_begins(beside_offline=False)
+    assert bill.mark(9999) == {}

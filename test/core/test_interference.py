@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import pytest
 
@@ -16,6 +17,7 @@ from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.offline_queue import pack_tokens
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import JobTokens
 
 STEP_S = 0.125
 SLOS = ("ttft p99 <= 300ms", "tpot p99 <= 200ms", "tbt p99 <= 200ms")
@@ -288,3 +290,36 @@ def test_streams_are_judged_by_the_pace_unless_a_target_replaces_it(
     streams = found.monitor.report(2.0).streams
     assert streams.limit == limit
     assert streams.slowdown == pytest.approx((3.0, 3.0))
+
+
+def test_thousands_of_waiting_requests_keep_little_of_what_many_jobs_did() -> None:
+    found = followed()
+    jobs = [JobTokens(f"batch_{number}", 1) for number in range(256)]
+    found.arrived(info("first"))
+    tracemalloc.start()
+    try:
+        for number in range(10_000):
+            found.worked(1.0, jobs)
+            found.arrived(info(str(number)))
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 10_001
+    # About 10 MB of these are the requests.
+    assert held_bytes < 25e6
+
+
+def test_thousands_of_waiting_requests_are_billed_for_the_work_of_their_time() -> None:
+    found = followed()
+    bill = found.bill
+    assert bill is not None
+    for number in range(3000):
+        found.arrived(info(str(number)))
+        found.worked(0.001, [JobTokens(f"batch_{number // 100}", 1)])
+    found.produced("2999", 100.0)
+    for number in range(2999):
+        found.ended(str(number), Ending.ABORTED)
+    found.ended("2999", Ending.COMPLETE)
+    found.advance(predict, 1000.0)
+    # The last batch alone worked while this one waited.
+    assert bill.report().jobs == {"batch_29": pytest.approx(100.0 - STEP_S)}

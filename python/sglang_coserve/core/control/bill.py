@@ -14,6 +14,12 @@ _MOST_JOBS: Final = 256
 default. So a server that runs for months does not fill its memory."""
 
 
+_MOST_SINGLE_MARKS: Final = 256
+"""Marks in use from which on later ones are shared. Where more requests wait, each waits for about
+as many others, and its mark is off by less than a 256th of that. Without sharing, 10,000 waiting
+requests kept 100 MB."""
+
+
 WorkMark = Mapping[str | None, float]
 """Seconds of each job's work in this busy period, up to some moment; None: of no batch."""
 
@@ -82,6 +88,15 @@ class Bill:
         self._last_s: dict[str | None, float] = {}
         """Of the last step with offline work."""
 
+        self._mark: WorkMark | None = None
+        """The newest mark, while it may be given again."""
+
+        self._given = 0
+        """How often it was."""
+
+        self._is_behind = False
+        """Whether there was work since."""
+
         self._billed_s: OrderedDict[str | None, float] = OrderedDict()
         """The one that was billed last stands last."""
 
@@ -99,6 +114,7 @@ class Bill:
         suspended, and is then reported only when it has ended.
         """
         self._work_s.clear()
+        self._mark = None
         if beside_offline:
             _add_to(self._work_s, self._last_s)
 
@@ -112,10 +128,20 @@ class Bill:
         else:
             self._last_s = {None: offline_s}
         _add_to(self._work_s, self._last_s)
+        self._is_behind = True
 
-    def mark(self) -> WorkMark:
-        """Return the work so far; O(jobs told apart)."""
-        return dict(self._work_s)
+    def mark(self, in_use: int = 0) -> WorkMark:
+        """Return the work so far; O(jobs told apart).
+
+        ``in_use`` is how many requests have marks. Of very many, some in a row share a mark, the
+        work after it included.
+        """
+        is_worn = self._is_behind and self._given > in_use // _MOST_SINGLE_MARKS
+        if self._mark is None or is_worn:
+            self._mark = dict(self._work_s)
+            self._given, self._is_behind = 0, False
+        self._given += 1
+        return self._mark
 
     def charge(
         self, delay: Delay, arrived: WorkMark, first: WorkMark, *, lost_prefix: bool = False
@@ -126,7 +152,7 @@ class Bill:
         ``lost_prefix`` says that the engine computed tokens that were cached in the baseline.
         Return False when there was no offline work that could have delayed it. O(jobs told apart).
         """
-        now = self.mark() or (dict(self._last_s) if lost_prefix else {})
+        now = dict(self._work_s) or (dict(self._last_s) if lost_prefix else {})
         if not now:
             return False
         self._requests += 1

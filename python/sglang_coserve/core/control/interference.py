@@ -154,7 +154,7 @@ class Interference:
         self._now_s = max(self._now_s, info.arrival_s)
         if not self._watched:
             self._bill.period_begins(beside_offline=beside_offline)
-        work = self._bill.mark()
+        work = self._bill.mark(len(self._watched))
         baseline = min(self._baselines, key=len, default=None)
         watched = self._live[info.rid] = _Watched(
             arrival_s=info.arrival_s,
@@ -185,7 +185,7 @@ class Interference:
         if watched is None:
             return
         if not watched.measured.tokens:
-            watched.first_work = self._bill.mark()
+            watched.first_work = self._bill.mark(len(self._watched))
             if watched.tokens:
                 self._count_cached(watched)
         else:
