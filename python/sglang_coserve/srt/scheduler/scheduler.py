@@ -241,6 +241,16 @@ class CoserveScheduler(Scheduler):
             self.parts.admission.flushed()
         return is_flushed
 
+    def record_weight_version_change(self, new_version: str | None) -> None:
+        """Note for every request which tokens come from the old weights."""
+        # SGLang asks for the requests in its own batches; the ledger knows all.
+        everyone = {*self.collect_inflight_reqs(), *(live.req for live in self.parts.ledger)}
+        vars(self)["collect_inflight_reqs"] = lambda: everyone
+        try:
+            super().record_weight_version_change(new_version)
+        finally:
+            del self.collect_inflight_reqs
+
     def pause_generation(self, recv_req: Any) -> None:
         """Drop the suspended step, and let SGLang retract paused and parked requests, too."""
         self.parts.admission.give_up()
