@@ -56,11 +56,49 @@ class Call:
         )
 
 
-@given(st.lists(st.binary(max_size=100), min_size=1, max_size=9))
-def test_a_small_body_comes_through_as_it_is(chunks: list[bytes]) -> None:
+_TEXTS = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=25)
+
+
+@given(st.lists(_TEXTS, min_size=1, max_size=9), st.integers(1, 50))
+def test_a_small_body_comes_through_as_it_is(texts: list[str], size: int) -> None:
+    whole = "".join(texts).encode()
+    chunks = [whole[start : start + size] for start in range(0, len(whole), size)] or [b""]
     call = Call(chunks)
     body = b"".join(chunks)
     assert (call.body, call.size_bytes) == (body, len(body)) or sum(map(body.count, b",[{")) > 5
+
+
+HALF = '{"session_id":"\ud800"}'
+"""Half a surrogate pair, not as an escape."""
+
+
+@pytest.mark.parametrize(
+    "path", ["/generate", "/open_session", "/v1/score", "/parse_function_call"]
+)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        HALF.encode("utf-8", "surrogatepass"),
+        HALF.encode("utf-16", "surrogatepass"),
+        HALF.encode("utf-32-le", "surrogatepass"),
+        '{"a":"plain"}'.encode("utf-16-le"),
+        b'{"a":"\x80"}',
+    ],
+)
+def test_what_is_not_utf8_is_refused_before_anything_reads_it(
+    path: str, size: int, body: bytes
+) -> None:
+    call = Call([body[start : start + size] for start in range(0, len(body), size)], path)
+    assert call.body is None
+    assert call.sent[0]["status"] == 400
+    assert "UTF-8" in json.loads(call.sent[1]["body"])["error"]["message"]
+
+
+def test_values_cannot_hide_from_the_limits_in_another_encoding() -> None:
+    body = ('{"a":"\\"","b":[' + "1," * 100 + "1]}").encode("utf-16-le")
+    assert len(json.loads(body)["b"]) == 101
+    assert Call([body]).body is None
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/invocations", "/api/chat"])

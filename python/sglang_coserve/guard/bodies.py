@@ -3,8 +3,8 @@
 Received bytes are parsed in small pieces, so that the event loop is not blocked.
 
 An ASGI middleware measures bodies from their raw bytes, of which at most the limit is kept, and
-answers larger ones with 413. Whoever stands behind it gets a body as a whole, without halves of
-surrogate pairs.
+answers larger ones with 413, and what is not UTF-8 with 400. Whoever stands behind it gets a body
+as a whole, without halves of surrogate pairs.
 
 A null says of a field what leaving it out says, as with OpenAI: many clients write all fields.
 
@@ -38,7 +38,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sglang_coserve.asgi import is_form, openai_error, replay, route_path, send_error
 from sglang_coserve.guard.chat_fields import CHAT_FIELDS
 from sglang_coserve.guard.told_faults import told_faults
-from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError, mended_json
+from sglang_coserve.jsonl.body_limits import (
+    BodyLimits,
+    BodyMeter,
+    BodyNotTextError,
+    BodyTooLargeError,
+    TextCheck,
+    mended_json,
+)
 
 # --- How large a body may be -----------------------------------------------------------------
 
@@ -110,7 +117,7 @@ class RequestGateMiddleware:
         if not self._is_measured(scope):
             await self._app(scope, receive, send)
             return
-        meter = BodyMeter(self._limits())
+        meter, text = BodyMeter(self._limits()), TextCheck()
         chunks: list[bytes] = []
         is_complete = False
         while not is_complete:
@@ -121,8 +128,12 @@ class RequestGateMiddleware:
             is_complete = not message.get("more_body", False)
             try:
                 meter.take(chunks[-1])
+                text.take(chunks[-1])
             except BodyTooLargeError as error:
                 await send_error(send, 413, str(error))
+                return
+            except BodyNotTextError as error:
+                await send_error(send, 400, str(error))
                 return
         body = mended_json(b"".join(chunks))
         await self._app({**scope, _SIZE: len(body)}, replay(body, receive), send)

@@ -9,6 +9,7 @@ that is refused from its bytes alone, which are counted piece by piece.
 from __future__ import annotations
 
 import re
+from codecs import getincrementaldecoder
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -30,6 +31,10 @@ COMMON_CONTEXT_TOKENS: Final = 131_072
 
 class BodyTooLargeError(RequestError):
     """A body is beyond a limit."""
+
+
+class BodyNotTextError(RequestError):
+    """A body is not text in UTF-8."""
 
 
 class BodyTooDeepError(BodyTooLargeError):
@@ -129,6 +134,32 @@ class BodyMeter:
                 f"the request has lists or objects in each other, more than {MAX_DEPTH} levels:"
                 " nest them less"
             )
+
+
+class TextCheck:
+    """Checks that a body that comes in pieces is text in UTF-8, as JSON between programs must be.
+
+    ``json.loads`` reads UTF-16 and UTF-32, too, which ``BodyMeter`` cannot count, and encoded
+    halves of surrogate pairs, which no message can hold.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")()
+
+    def take(self, content: bytes) -> None:
+        """Check the next piece; O(its length).
+
+        Raises:
+            BodyNotTextError: it is not UTF-8.
+        """
+        try:
+            for start in range(0, len(content), _PIECE_BYTES):
+                self._decoder.decode(content[start : start + _PIECE_BYTES])
+        except UnicodeDecodeError as error:
+            raise BodyNotTextError(f"the body is not UTF-8: {error.reason}") from None
+        # JSON escapes this character. In UTF-16 and UTF-32 every brace has one.
+        if b"\0" in content:
+            raise BodyNotTextError("the body is not JSON in UTF-8: it has a NUL byte")
 
 
 def check_body(content: bytes, limits: BodyLimits) -> None:

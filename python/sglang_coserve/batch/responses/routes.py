@@ -153,8 +153,8 @@ async def _is_in_background(content: bytes, limits: BodyLimits) -> bool:
 def _says_background(content: bytes, limits: BodyLimits) -> bool:
     check_body(content, limits)
     try:
-        # As FastAPI reads it: what is told to be ours must be ours.
-        fields = json.loads(content)
+        # Other encodings than UTF-8 are not ours: the limits count no values in them.
+        fields = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return False
     return isinstance(fields, dict) and fields.get("background") is True

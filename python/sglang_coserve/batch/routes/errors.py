@@ -19,7 +19,14 @@ from starlette.types import Message, Receive
 from sglang_coserve.asgi import openai_error
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
-from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError, mended_json
+from sglang_coserve.jsonl.body_limits import (
+    BodyLimits,
+    BodyMeter,
+    BodyNotTextError,
+    BodyTooLargeError,
+    TextCheck,
+    mended_json,
+)
 
 _JSON_LIMITS: Final = BodyLimits(1 << 20, max_values=11_000, max_objects=100, max_keys=1000)
 """A body that is no upload needs far less. The longest names 10,000 parts of one."""
@@ -112,19 +119,23 @@ class _JsonRequest(Request):
 
 
 class _Bounded:
-    """An ASGI ``receive`` that fails on a body beyond the limits, so that nothing parses it."""
+    """An ASGI ``receive`` that fails on a body beyond the limits or not in UTF-8, so that nothing
+    parses it."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._meter = BodyMeter(_JSON_LIMITS)
+        self._meter, self._text = BodyMeter(_JSON_LIMITS), TextCheck()
 
     async def __call__(self) -> Message:
         message = await self._receive()
         try:
             self._meter.take(message.get("body", b""))
+            self._text.take(message.get("body", b""))
         except BodyTooLargeError as error:
             # FastAPI passes on an ``HTTPException`` of the body as it is; others it makes a 400.
             raise _BodyTooLarge(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from None
+        except BodyNotTextError as error:
+            raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
         return message
 
 
