@@ -409,6 +409,38 @@ def test_other_protocols_have_their_own_form(server: LocalServer, key: str) -> N
     assert error.startswith("The input (")
 
 
+TOO_LONG = "word " * 2000
+STREAMED: dict[str, dict[str, Any]] = {
+    "/api/generate": {"prompt": TOO_LONG},
+    "/api/chat": {"messages": [{"role": "user", "content": TOO_LONG}]},
+    "/v1/completions": {"prompt": TOO_LONG},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TOO_LONG}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": TOO_LONG}], "max_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_stream_with_a_prompt_that_is_too_long_is_refused_in_the_form_of_its_protocol(
+    server: LocalServer, key: str, path: str
+) -> None:
+    body = {"model": "m", "stream": True, **STREAMED[path]}
+    answer = call(server, "POST", path, key, json=body)
+    # The stream of Anthropic's protocol has an event for it.
+    assert answer.status_code == (200 if path == "/v1/messages" else 400)
+    assert "The input (" in answer.text
+    if path.startswith("/api"):
+        assert answer.json().keys() == {"error"} and isinstance(answer.json()["error"], str)
+
+
+def test_a_stream_of_ollamas_is_whole(server: LocalServer, key: str) -> None:
+    body = {"model": "m", "prompt": "The old mill", "options": {"num_predict": 5}}
+    streamed = call(server, "POST", "/api/generate", key, json={**body, "stream": True})
+    parts = [json.loads(line) for line in streamed.text.splitlines()]
+    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    empty = call(server, "POST", "/api/generate", key, json={"model": "m", "prompt": ""})
+    assert json.loads(empty.text)["done"]
+
+
 def test_unknown_paths_and_methods_make_no_series(server: LocalServer, key: str) -> None:
     mark = secrets.token_hex(8)
     asks = {"origin": "http://a", "access-control-request-method": "POST"}

@@ -16,6 +16,7 @@ from sglang_coserve.guard.bodies import (
     install_paced_protocol,
 )
 from sglang_coserve.guard.chat_fields import trust_templates
+from sglang_coserve.guard.stream_starts import begin_streams_first
 
 
 def install_in_server(
@@ -51,6 +52,7 @@ def install_in_server(
         install_parser_bounds()
         async with stock_lifespan(app) as state:
             replace_handlers(app.state)
+            begin_streams_first(app.state)
             yield state
 
     app.router.lifespan_context = lifespan
