@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from dataclasses import asdict
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from sglang_coserve.jsonl.check_file import (
     check_file,
     estimate_file,
 )
+from sglang_coserve.jsonl.lines import SeenIds
 from sglang_coserve.jsonl.request_line import estimate_tokens, id_in, parse_request_line
 from sglang_coserve.lines.background import run_module
 
@@ -44,6 +49,52 @@ def checked_apart(path: Path) -> Any:
     arguments = (str(path), ENDPOINT, json.dumps(asdict(LIMITS)), str(path))
     module = "sglang_coserve.jsonl.check_file"
     return asyncio.run(run_module("checking it", module, *arguments))
+
+
+def checked_with_full_folders(path: Path, **variables: str) -> Any:
+    """Check a file in a process whose files may have 4 MiB each, and no temporary one of SQLite's
+    anything."""
+    limits = asdict(replace(LIMITS, max_lines=200_000))
+    module = "sglang_coserve.jsonl.check_file"
+    command = (sys.executable, "-m", module, path, ENDPOINT, json.dumps(limits), f"{path}.order")
+    found = subprocess.run(
+        command,
+        env={**os.environ, **variables},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20)),
+        capture_output=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr.decode()
+    return json.loads(found.stdout)
+
+
+def test_a_file_is_checked_where_no_folder_takes_what_is_sorted(tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    count = 100_000
+    path.write_bytes(b"".join(a_line(custom_id=f"{n}") + b"\n" for n in range(count)))
+    report = checked_with_full_folders(path, SQLITE_TMPDIR="")
+    assert (report["requests"], report["faults"]) == (count, [])
+    path.write_bytes(path.read_bytes() + a_line(custom_id="7"))
+    (fault,) = checked_with_full_folders(path, SQLITE_TMPDIR="")["faults"]
+    assert (fault["code"], fault["line"]) == ("duplicate_custom_id", count + 1)
+    assert os.listdir(tmp_path) == ["input"]
+
+
+def open_files() -> set[str]:
+    return {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+
+
+def test_ids_are_kept_in_the_folder_that_is_named_and_are_gone_with_their_reader(
+    tmp_path: Path,
+) -> None:
+    before = open_files()
+    seen = SeenIds(tmp_path)
+    assert [seen.add(text) for text in ("a", "b", "a")] == [True, True, False]
+    assert os.listdir(tmp_path) == []
+    (file,) = open_files() - before
+    assert file.startswith(str(tmp_path)) and file.endswith(" (deleted)")
+    seen.close()
+    assert open_files() == before
 
 
 def codes(content: bytes, limits: CheckLimits = LIMITS) -> list[tuple[str, int | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -185,7 +186,10 @@ def checked(directory: Path, **limits: Any) -> dict[str, Any]:
     )
     arguments = (directory / "in", "/v1/completions", json.dumps(given), directory / "order")
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    environment = {**os.environ, "SQLITE_TMPDIR": str(directory)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, env=environment
+    )
     report, peak_kib = done.stdout.rsplit(" ", 1)
     return {**json.loads(report), "peak_kib": int(peak_kib)}
 

@@ -18,7 +18,7 @@ from sglang_coserve.batch.state import Failed, Progressed, ServedBy, Validated
 from sglang_coserve.durable_files import discard
 from sglang_coserve.errors import disk_errors
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
-from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
+from sglang_coserve.jsonl.check_file import SCRATCH_VARIABLE, CheckLimits, LineFault
 from sglang_coserve.jsonl.lines import SCRATCH_BYTES, FileLine
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
@@ -110,9 +110,9 @@ class JobLines:
         size_bytes = await asyncio.to_thread(_size_bytes, self._input)
         lines = min(limits.max_lines, 1 + size_bytes // _LEAST_LINE_BYTES)
         if await self._context.threads.run(self._has_room, lines * SCRATCH_BYTES):
-            scratch = {"SQLITE_TMPDIR": str(self._order.parent)}
-        else:  # SQLite looks for another folder, and the lines stay in the order of the file.
-            scratch, wanted = {}, replace(wanted, max_unordered_lines=limits.max_lines)
+            scratch = {SCRATCH_VARIABLE: str(self._order.parent)}
+        else:  # The lines stay in the order of the file.
+            scratch = {SCRATCH_VARIABLE: ""}
         arguments = (json.dumps(asdict(wanted)), str(self._order))
         report = await self._read(f"checking {self._input}", size_bytes, *arguments, **scratch)
         if report["faults"]:

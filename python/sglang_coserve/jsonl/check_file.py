@@ -6,7 +6,8 @@ faults; the order of its lines is then written to ``ORDER`` (``PrefixSorter``), 
 With an offset in bytes in place of ``LIMITS`` it prints the ``custom_id`` of the line that begins
 there, which has been checked before, and is too large to be served; null if it is no request.
 
-What SQLite sorts it keeps in the folder of the environment variable SQLITE_TMPDIR.
+What does not fit into its caches is kept in the folder of the environment variable SQLITE_TMPDIR.
+Without it no order is made, and all that is kept is in memory: no other folder is used.
 
 ``estimate_file`` runs in the server: an answer at once, whatever the size of the file.
 """
@@ -46,6 +47,9 @@ from sglang_coserve.jsonl.request_line import (
 )
 
 _READ_BYTES = 1 << 20
+
+SCRATCH_VARIABLE: Final = "SQLITE_TMPDIR"
+"""The variable of the environment that has SQLite's temporary folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +101,17 @@ class FileReport:
 
 
 def check_file(
-    file: BinaryIO, endpoint: str, limits: CheckLimits, sorter: PrefixSorter | None = None
+    file: BinaryIO,
+    endpoint: str,
+    limits: CheckLimits,
+    sorter: PrefixSorter | None = None,
+    *,
+    scratch: Path | None = None,
 ) -> FileReport:
     """Check every line of ``file``, from its beginning, in bounded memory.
 
-    ``sorter`` gets those that are good.
+    ``sorter`` gets those that are good. The ids are in a file in the folder ``scratch``, or in
+    memory.
 
     Without lines over the limit it may be any stream of bytes.
     """
@@ -111,7 +121,7 @@ def check_file(
         report.faults.append(LineFault("invalid_json_line", message))
         return report
     file.seek(0)
-    seen = SeenIds()
+    seen = SeenIds(scratch)
     for line in read_lines(file, limits.max_line_bytes):
         if is_blank(line.content):
             continue
@@ -175,12 +185,20 @@ def main(path: str, endpoint: str, wanted: str, order: str = "") -> None:
                 found = _large_request(file, int(wanted), endpoint).custom_id
         else:
             limits = CheckLimits(**orjson.loads(wanted))
-            with closing(PrefixSorter()) as sorter:
-                report = check_file(file, endpoint, limits, sorter)
-                if not report.faults and report.requests > limits.max_unordered_lines:
-                    replace(Path(order), sorter.write)
-            found = asdict(report)
+            found = asdict(_checked(file, endpoint, limits, Path(order)))
     sys.stdout.buffer.write(orjson.dumps(found))
+
+
+def _checked(file: BinaryIO, endpoint: str, limits: CheckLimits, order: Path) -> FileReport:
+    """Return what a file holds, after its order was written."""
+    folder = os.environ.get(SCRATCH_VARIABLE)
+    if not folder:
+        return check_file(file, endpoint, limits)
+    with closing(PrefixSorter()) as sorter:
+        report = check_file(file, endpoint, limits, sorter, scratch=Path(folder))
+        if not report.faults and report.requests > limits.max_unordered_lines:
+            replace(order, sorter.write)
+    return report
 
 
 _SAMPLE_BYTES: Final = 1 << 16

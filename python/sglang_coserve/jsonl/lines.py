@@ -13,6 +13,7 @@ from hashlib import blake2b
 from itertools import starmap
 from pathlib import Path
 from struct import Struct
+from tempfile import NamedTemporaryFile
 from typing import Any, BinaryIO, Final, NamedTuple
 from zlib import crc32
 
@@ -90,12 +91,13 @@ def _without_ending(piece: bytes) -> bytes:
     return piece[:-2] if piece.endswith(b"\r\n") else piece[:-1]
 
 
-def _scratch_database(schema: str) -> sqlite3.Connection:
-    """Return a database in SQLite's temporary folder, gone when it is closed, within a transaction.
+def _scratch_database(schema: str, path: str = "") -> sqlite3.Connection:
+    """Return a database within a transaction, by default in SQLite's temporary folder and gone
+    when it is closed.
 
     Each of its tables and sorts has a cache of 16 MiB. One user at a time, in any thread.
     """
-    database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -16384"):
         database.execute(f"PRAGMA {setting}")
     database.execute(schema)
@@ -106,15 +108,25 @@ def _scratch_database(schema: str) -> sqlite3.Connection:
 class SeenIds:
     """An insert-only set of strings in bounded memory.
 
-    A 128-bit hash per string in a nameless SQLite database: about 23 bytes a
-    string on disk (in SQLite's temporary folder, gone with the process, however
-    it ends) and a fixed 16 MiB cache, against about 100 bytes of memory for a
-    Python set of the same hashes. One insertion takes a few microseconds.
+    A 128-bit hash per string in an SQLite database: about 23 bytes a string in a file (gone with
+    the process, however it ends) and a fixed 16 MiB cache, against about 100 bytes of memory for a
+    Python set of the same hashes. One insertion takes a few microseconds. Without a folder the
+    database is in memory, and takes some 40 bytes a string.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None) -> None:
+        """Start empty, with a file in ``folder`` that no other process sees.
+
+        Raises:
+            OSError: the folder takes no file.
+        """
+        schema = "CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID"
         # Whoever stops a reader closes this, in another thread.
-        self._db = _scratch_database("CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID")
+        if folder is None:
+            self._db = _scratch_database(schema, ":memory:")
+            return
+        with NamedTemporaryFile(prefix=".coserve-ids-", dir=folder) as file:
+            self._db = _scratch_database(schema, file.name)
 
     def add(self, text: str) -> bool:
         """Add ``text``; return False when it was there already."""
