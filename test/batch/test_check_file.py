@@ -77,7 +77,7 @@ def test_a_file_is_checked_where_no_folder_takes_what_is_sorted(tmp_path: Path) 
     path.write_bytes(path.read_bytes() + a_line(custom_id="7"))
     (fault,) = checked_with_full_folders(path, SQLITE_TMPDIR="")["faults"]
     assert (fault["code"], fault["line"]) == ("duplicate_custom_id", count + 1)
-    assert os.listdir(tmp_path) == ["input"]
+    assert [left.name for left in tmp_path.iterdir()] == ["input"]
 
 
 def open_files() -> set[str]:
@@ -90,7 +90,7 @@ def test_ids_are_kept_in_the_folder_that_is_named_and_are_gone_with_their_reader
     before = open_files()
     seen = SeenIds(tmp_path)
     assert [seen.add(text) for text in ("a", "b", "a")] == [True, True, False]
-    assert os.listdir(tmp_path) == []
+    assert not list(tmp_path.iterdir())
     (file,) = open_files() - before
     assert file.startswith(str(tmp_path)) and file.endswith(" (deleted)")
     seen.close()

@@ -9,6 +9,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,7 @@ class EngineLines:
             StorageError: the line cannot be recorded, so it must not reach the engine.
         """
         async with self.turns.one(is_suspect=line in self.suspects_of(batch_id)):
-            entry = self._file.begin(batch_id, line) if self._file else 0
+            entry = await self._file.begin(batch_id, line) if self._file else 0
             limit = asyncio.timeout(None)
             try:
                 async with limit:
@@ -207,9 +208,9 @@ class InFlightFile:
     """A table of the lines in the engine, with one small write when a line begins or ends.
 
     The writes are not forced to disk: they survive a crash of the process but not of the
-    machine, for which no line is to blame. They go to the page cache, a few
-    microseconds each, so they are made on the event loop. Methods raise ``StorageError`` when the
-    disk is full or failing.
+    machine, for which no line is to blame. They go to the page cache, mostly in a few
+    microseconds, but some file systems have them wait for the disk: so a thread of its own makes
+    them, in order. Methods raise ``StorageError`` when the disk is full or failing.
     """
 
     def __init__(self, path: Path, trace_path: Path) -> None:
@@ -218,6 +219,7 @@ class InFlightFile:
         """Written when the process dies of a signal such as SIGSEGV, by ``faulthandler``."""
 
         self._fd: int | None = None
+        self._writer = ThreadPoolExecutor(1, "coserve-in-flight")
         self._free: list[int] = []
         self._num_entries = 0
 
@@ -245,31 +247,37 @@ class InFlightFile:
             self._fd = os.open(self._path, flags, 0o600)
             os.pwrite(self._fd, _HEAD.pack(_MAGIC, secrets.token_bytes(12), 0), 0)
 
-    def begin(self, batch_id: str, line: int) -> int:
+    async def begin(self, batch_id: str, line: int) -> int:
         """Record that the engine is about to get a line; return the entry for ``end``.
 
         Raises:
             StorageError: the disk is full or failing; the line must not reach the engine.
         """
         assert self._fd is not None
-        entry = self._free[-1] if self._free else self._num_entries
-        batch = bytes.fromhex(batch_id.removeprefix(_PREFIX))
-        with self._disk_errors():
-            os.pwrite(self._fd, _ENTRY.pack(batch, line), _offset(entry))
         if self._free:
-            self._free.pop()
+            entry = self._free.pop()
         else:
-            self._num_entries += 1
+            entry, self._num_entries = self._num_entries, self._num_entries + 1
+        content = _ENTRY.pack(bytes.fromhex(batch_id.removeprefix(_PREFIX)), line)
+        writing = self._writer.submit(os.pwrite, self._fd, content, _offset(entry))
+        try:
+            with self._disk_errors():
+                await asyncio.wrap_future(writing)
+        except BaseException:
+            self.end(entry)  # A write that has begun is made, however this ends.
+            raise
         return entry
 
     def end(self, entry: int) -> None:
-        """Record that a line is no longer in the engine."""
-        if self._fd is None:
-            return
-        self._free.append(entry)
+        """Record soon that a line is no longer in the engine."""
+        if self._fd is not None:
+            self._writer.submit(self._clear, self._fd, entry)
+
+    def _clear(self, fd: int, entry: int) -> None:
         # If this fails, the line may wrongly become a suspect, and is then just served again.
         with suppress(OSError):
-            os.pwrite(self._fd, bytes(_ENTRY.size), _offset(entry))
+            os.pwrite(fd, bytes(_ENTRY.size), _offset(entry))
+        self._free.append(entry)
 
     def note_death(self) -> None:
         """Record that the engine has crashed. Fast, and never raises."""
@@ -278,7 +286,8 @@ class InFlightFile:
                 os.pwrite(self._fd, (1).to_bytes(4, "little"), _HEAD.size - 4)
 
     def close(self) -> None:
-        """Close the file at the end of the run."""
+        """Close the file at the end of the run. Blocks until all is written."""
+        self._writer.shutdown()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
