@@ -75,9 +75,10 @@ class OfflineRetraction:
             if not self.retract_one(batch):
                 break
             retracted = True
-        if retracted:
+        if retracted and batch.reqs:
             # As after any retraction, expect longer outputs; otherwise the retracted
-            # requests would be admitted at once and retracted again.
+            # requests would be admitted at once and retracted again. An empty batch has no outputs
+            # to judge by, and SGLang would expect none.
             tracker = self._scheduler.new_token_ratio_tracker
             tracker.current = tracker.estimate_new_token_ratio_after_retract(batch.reqs)
 
