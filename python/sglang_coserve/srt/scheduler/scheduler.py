@@ -245,7 +245,7 @@ class CoserveScheduler(Scheduler):
         """Note for every request which tokens come from the old weights."""
         # SGLang asks for the requests in its own batches; the ledger knows all.
         everyone = {*self.collect_inflight_reqs(), *(live.req for live in self.parts.ledger)}
-        vars(self)["collect_inflight_reqs"] = lambda: everyone
+        self.__dict__["collect_inflight_reqs"] = lambda: everyone
         try:
             super().record_weight_version_change(new_version)
         finally:
