@@ -13,8 +13,11 @@ to others; see ``order_behind_pass``.
 Tensor-parallel ranks stop before the same layer: if only some stopped, the others would hang in a
 collective operation. ConServe broadcasts at every safepoint. Here rank 0 writes its progress, and
 whether it stops, to memory shared by all ranks of a machine, and the others wait at a safepoint
-until rank 0 has reached it. No message to rank 0 is needed: up to that layer all ranks have run the
-same collectives, so rank 0 is at most one safepoint ahead. The words are written in one order and
+until rank 0 has reached it. No message to rank 0 is needed while a pass goes on: up to that layer
+all ranks have run the same collectives, so rank 0 is at most one safepoint ahead. Where the pass
+stops, nothing holds rank 0 back any more, and the words of its next batches would overwrite what
+a late rank has yet to read: rank 0 waits until each has seen the stop. The next step needs all of
+them anyway. The words are written in one order and
 read in the opposite order, without barriers, which relies on a processor that does not reorder
 stores (x86).
 """
@@ -27,6 +30,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -155,8 +159,9 @@ def order_behind_pass(scheduler: Any) -> None:
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
 
-_PROGRESS, _STOP = 0, 8
-"""Indices of the words, each on its own cache line."""
+_PROGRESS, _STOP, _SEEN = 0, 8, 16
+"""Indices of the words, each on its own cache line. The last stop that a follower has seen stands
+from ``_SEEN`` on, with a cache line for each follower."""
 
 _SIZE_BYTES: Final = 4096
 _STEPS: Final = 1 << 12
@@ -164,6 +169,7 @@ _STEPS: Final = 1 << 12
 
 _SPINS: Final = 200
 _FIRST_SLEEP_S: Final = 20e-6
+_LONGEST_SLEEP_S: Final = 2e-4
 
 
 def has_ordered_stores() -> bool:
@@ -171,20 +177,72 @@ def has_ordered_stores() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
+_TIMEOUT_S: Final = 120.0
+"""Longest wait for another rank, after which an error ends the server."""
+
+
+def _wait_until(has_come: Callable[[], bool], timeout_s: float, longest_sleep_s: float) -> bool:
+    """Return whether something comes in time. Spins briefly, since ranks are rarely apart; then
+    sleeps with increasing intervals."""
+    for _ in range(_SPINS):
+        if has_come():
+            return True
+    deadline_s = time.perf_counter() + timeout_s
+    sleep_s = _FIRST_SLEEP_S
+    while not has_come():
+        if time.perf_counter() > deadline_s:
+            return False
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, longest_sleep_s)
+    return True
+
+
 class SharedWords:
     """64-bit words in memory that the ranks of a machine share."""
 
-    def __init__(self, file: int) -> None:
-        """Map an open file, which may be closed and unlinked afterwards."""
+    def __init__(self, file: int, followers: int = 0, *, timeout_s: float = _TIMEOUT_S) -> None:
+        """Map an open file, which may be closed and unlinked afterwards.
+
+        Rank 0 waits at most ``timeout_s`` for the ranks 1 to ``followers``.
+        """
         self._map = mmap.mmap(file, _SIZE_BYTES)
         self.words = memoryview(self._map).cast("q")
+        self._followers = range(1, followers + 1)
+        self._timeout_s = timeout_s
 
     def publish(self, batch: int, layer: int, stops: bool) -> None:
-        """Tell the other ranks how far rank 0 is, and whether it stops there."""
+        """Tell the other ranks how far rank 0 is, and whether it stops there; wait until all have
+        seen a stop.
+
+        Raises:
+            RuntimeError: one of them does not get there in time.
+        """
         step = batch * _STEPS + layer
         if stops:
             self.words[_STOP] = step
         self.words[_PROGRESS] = step
+        if stops:
+            self._await_followers(step)
+
+    def saw_stop(self, rank: int, step: int) -> None:
+        """Tell rank 0 that this rank stops at ``step``, too."""
+        self.words[_seen_by(rank)] = step
+
+    def _await_followers(self, step: int) -> None:
+        for rank in self._followers:
+            has_seen = partial(self._has_seen, rank, step)
+            if not _wait_until(has_seen, self._timeout_s, _LONGEST_SLEEP_S):
+                raise RuntimeError(
+                    f"rank {rank} did not reach layer {step % _STEPS} of batch {step // _STEPS} "
+                    f"within {self._timeout_s:.0f} s: it hangs or has died"
+                )
+
+    def _has_seen(self, rank: int, step: int) -> bool:
+        return bool(self.words[_seen_by(rank)] == step)
+
+
+def _seen_by(rank: int) -> int:
+    return _SEEN + 8 * (rank - 1)
 
 
 def share_words(group: Any, rank: int) -> SharedWords:
@@ -204,7 +262,7 @@ def share_words(group: Any, rank: int) -> SharedWords:
     if rank != 0:
         file = os.open(path[0], os.O_RDWR)
     try:
-        words = SharedWords(file)
+        words = SharedWords(file, distributed.get_world_size(group) - 1)
         distributed.barrier(group=group)
     finally:
         os.close(file)
@@ -217,11 +275,18 @@ class FollowerGate(Gate):
     """The gate of the other ranks: waits until rank 0 is as far, and follows its decision."""
 
     def __init__(
-        self, shared: SharedWords, *, timeout_s: float = 120.0, longest_sleep_s: float = 1e-3
+        self,
+        shared: SharedWords,
+        rank: int = 1,
+        *,
+        timeout_s: float = _TIMEOUT_S,
+        longest_sleep_s: float = 1e-3,
     ) -> None:
         """``timeout_s`` bounds the wait for rank 0, after which an error ends the server,
         ``longest_sleep_s`` the sleep between two looks."""
         super().__init__()
+        self._shared = shared
+        self._rank = rank
         self._words = shared.words
         self._timeout_s = timeout_s
         self._longest_sleep_s = longest_sleep_s
@@ -236,23 +301,15 @@ class FollowerGate(Gate):
         if not self._has_come(step):
             self._wait_for(step)
         if self._words[_STOP] == step:
+            self._shared.saw_stop(self._rank, step)
             raise ForwardPreempted(layer)
 
     def _wait_for(self, step: int) -> None:
-        """Spin briefly, since ranks are rarely apart; then sleep with increasing intervals."""
-        for _ in range(_SPINS):
-            if self._has_come(step):
-                return
-        deadline_s = time.perf_counter() + self._timeout_s
-        sleep_s = _FIRST_SLEEP_S
-        while not self._has_come(step):
-            if time.perf_counter() > deadline_s:
-                raise RuntimeError(
-                    f"rank 0 did not reach layer {step % _STEPS} of batch {step // _STEPS} within "
-                    f"{self._timeout_s:.0f} s: it hangs or has died"
-                )
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, self._longest_sleep_s)
+        if not _wait_until(lambda: self._has_come(step), self._timeout_s, self._longest_sleep_s):
+            raise RuntimeError(
+                f"rank 0 did not reach layer {step % _STEPS} of batch {step // _STEPS} within "
+                f"{self._timeout_s:.0f} s: it hangs or has died"
+            )
 
     def _has_come(self, step: int) -> bool:
         """Return whether rank 0 is at this safepoint or beyond it, in the same batch."""

@@ -345,7 +345,8 @@ def _make_gate(scheduler: Any, inbox: Inbox | None, run_ahead: int) -> Gate:
     words = share_words(scheduler.tp_cpu_group, ps.tp_rank) if ps.tp_size > 1 else None
     if words is not None and ps.tp_rank > 0:
         # They wait for rank 0, and so for its GPU.
-        return FollowerGate(words, longest_sleep_s=_LONGEST_SLEEP_S[scheduler.device])
+        longest_sleep_s = _LONGEST_SLEEP_S[scheduler.device]
+        return FollowerGate(words, ps.tp_rank, longest_sleep_s=longest_sleep_s)
     assert inbox is not None, "rank 0 receives the requests"
     events = device_events(scheduler.device, run_ahead) if run_ahead else ()
     return LeaderGate(inbox.arrivals, events, None if words is None else words.publish)
