@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.engine_limits import check_request
+from sglang_coserve.guard.engine_limits import ModelLimits, check_request, check_values
 from sglang_coserve.guard.request_fields import FIELDS, PARAMS, Bound
 
 OF_GENERATION, OF_EMBEDDINGS = (
@@ -68,3 +69,28 @@ def test_a_number_is_within_both_of_its_bounds(name: str) -> None:
         fields[name] = wrong
         with pytest.raises(RequestError, match=f"{name} is .*: use a"):
             check_request(body)
+
+
+def in_session(offset: int | None) -> Any:
+    params = SimpleNamespace(stop_token_ids=None, logit_bias=None)
+    session = SessionParams(id="a", rid="b", offset=offset)
+    return SimpleNamespace(
+        input_ids=[1, 2],
+        mm_inputs=None,
+        sampling_params=params,
+        session_params=session,
+        positional_embed_overrides=None,
+        return_logprob=False,
+    )
+
+
+@pytest.mark.parametrize("offset", [1, -3, 10**6])
+def test_a_session_that_may_have_media_is_not_cut(offset: int) -> None:
+    """SGLang keeps the media of a prompt whose placeholders an offset has cut off."""
+    with pytest.raises(ValueError, match="offset"):
+        check_values(in_session(offset), ModelLimits(100, 8, 100, is_multimodal=True), None)
+
+
+@pytest.mark.parametrize(("offset", "is_multimodal"), [(None, True), (0, True), (7, False)])
+def test_other_sessions_go_on(offset: int | None, is_multimodal: bool) -> None:
+    check_values(in_session(offset), ModelLimits(100, 8, 100, is_multimodal), None)

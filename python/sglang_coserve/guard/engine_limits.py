@@ -182,6 +182,7 @@ class ModelLimits(NamedTuple):
     vocab_size: int
     hidden_size: int
     context_tokens: int
+    is_multimodal: bool = False
 
 
 def check_values(request: Any, model: ModelLimits, given_ids: Sequence[int] | None) -> None:
@@ -194,10 +195,15 @@ def check_values(request: Any, model: ModelLimits, given_ids: Sequence[int] | No
     request's ``min_new_tokens`` would make the engine look them up. O(prompt tokens).
 
     Raises:
-        ValueError: it has no token, token ids outside the vocabulary, values out of range, or asks
-            for too many log-probabilities.
+        ValueError: it has no token, token ids outside the vocabulary, values out of range, asks
+            for too many log-probabilities, or cuts a session that may have media.
     """
     vocab_size = model.vocab_size
+    if model.is_multimodal and getattr(getattr(request, "session_params", None), "offset", None):
+        raise ValueError(
+            "session_params: offset cuts the prompt, but not the media of the session, which a "
+            "multimodal model then looks for in vain: send the prompt without a session"
+        )
     if request.input_ids is not None and len(request.input_ids) == 0:
         raise ValueError("the prompt is empty: use at least one token")
     prompt = request.input_ids if request.mm_inputs is None else given_ids

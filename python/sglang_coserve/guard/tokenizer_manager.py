@@ -173,7 +173,12 @@ class GuardedTokenizerManager(TokenizerManager):
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         tokenized = _as_the_scheduler_reads(super()._create_tokenized_object(obj, *args, **kwargs))
         config = self.model_config
-        model = ModelLimits(config.vocab_size, config.hidden_size, int(self.context_len))
+        model = ModelLimits(
+            config.vocab_size,
+            config.hidden_size,
+            int(self.context_len),
+            is_multimodal=bool(config.is_multimodal),
+        )
         check_values(tokenized, model, obj.input_ids)
         return tokenized
 
