@@ -19,7 +19,7 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_coserve.srt import processes  # noqa: E402
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info  # noqa: E402
-from sglang_coserve.srt.optional_parts import KV_STORE  # noqa: E402
+from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES  # noqa: E402
 from sglang_coserve.srt.start_defaults import check_settings, start_defaults  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class CoserveEngine(Engine):
             kwargs = {**defaults.flags, **kwargs}
             kwargs.setdefault("log_level", "error")
             kwargs.update(KV_STORE.server_settings(kwargs, config, on_cpu=on_cpu))
+            kwargs.update(REQUEST_MOVES.server_settings(config))
             kwargs = {"server_args": ServerArgs(**kwargs)}
         server_args = kwargs["server_args"]
         server_args._coserve = config

@@ -30,7 +30,7 @@ from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
 from sglang_coserve.srt.monitoring.told_settings import told
-from sglang_coserve.srt.optional_parts import KV_STORE
+from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES
 from sglang_coserve.srt.start_defaults import (
     StartDefaults,
     check_settings,
@@ -175,7 +175,7 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
     def from_with_ours(args: argparse.Namespace) -> Any:
         config = CoserveConfig.from_mapping(vars(args))
         own = KV_STORE.server_settings(vars(args), config, on_cpu=defaults.on_cpu)
-        vars(args).update(own)
+        vars(args).update(own | REQUEST_MOVES.server_settings(config))
         server_args = from_cli_args(args)
         # ServerArgs refuses unknown public attributes; this one travels to every process.
         server_args._coserve = config

@@ -15,7 +15,7 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.emulation import model_directory
-from sglang_coserve.srt.optional_parts import KV_STORE
+from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES
 from sglang_coserve.srt.steps.prefix_leases import EVICTION_POLICY
 
 _HUB_TIMEOUT_S: Final = 10.0
@@ -125,10 +125,7 @@ def check_settings(server_args: Any, *, on_cpu: bool) -> Any:
     compat.check_server_args(args, config)
     compat.check_window_cache(server_args)
     KV_STORE.check(server_args, config, on_cpu=on_cpu)
-    if config.kv_move_dir is not None:
-        from sglang_coserve.srt.kv_moves.kv_directory import KvDirectory
-
-        KvDirectory.check(Path(config.kv_move_dir))
+    REQUEST_MOVES.check(config)
     return args
 
 

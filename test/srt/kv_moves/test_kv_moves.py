@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_coserve.srt.kv_moves.file_moves import FileMoves
 from sglang_coserve.srt.kv_moves.kv_directory import KvDirectory, KvFileError
-from sglang_coserve.srt.kv_moves.request_moves import RequestMoves
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.kv_checkpoint.consistency import assert_consistent
@@ -211,7 +211,7 @@ def leave_with_bad_disk(engine: ScriptedEngine, hangs: bool) -> Any:
     came = go_on(engine, left)
     gate.set()
     del directory.write, directory.take
-    moves.timeout_s = RequestMoves.timeout_s
+    moves.timeout_s = FileMoves.timeout_s
     return came
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -40,7 +38,6 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
 from sglang_coserve.srt.monitoring.scheduler_query import (
     BATCH_DELAYS,
-    LEAVE,
     ask,
     sum_of_delays_s,
 )
@@ -65,48 +62,13 @@ def line_result(request_id: str, answer: Any) -> LineResult:
     )
 
 
-class LineDepartures:
-    """Lives on the event loop of SGLang's tokenizer manager, ``inner``."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self._asked: list[LineManager] = []
-        self._asking: set[asyncio.Task[None]] = set()
-
-    def ask(self, line: LineManager) -> None:
-        """Let a line's request leave with its KV; one that cannot any more is aborted."""
-        line.is_leaving = True
-        self._asked.append(line)
-        if len(self._asked) == 1:
-            # Short-lived, and awaited by nobody: what it does not end the stream cancels in time.
-            task = asyncio.get_running_loop().create_task(self._ask())
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
-
-    async def _ask(self) -> None:
-        by_model = defaultdict[str, list[str]](list)
-        for line in self._asked:
-            by_model[line.kv_model].append(line.request_id)
-        self._asked = []
-        for model, rids in by_model.items():
-            leaving: set[str] = set()
-            try:
-                for known in await ask(self._inner, LEAVE, rids, model):
-                    leaving.update(known)
-            except Exception:
-                logger.exception("%d lines go on elsewhere without their KV", len(rids))
-            for rid in rids:
-                if rid not in leaving:
-                    self._inner.abort_request(rid)
-
-
 class BatchBackend(Backend):
     """See ``batch.backend.Backend``. Lives on the event loop of SGLang's tokenizer manager.
 
-    ``fingerprint`` is that of the model that was loaded at the start. With ``moves_kv`` engines
-    leave the KV of lines for each other. ``expected_tokens_per_s``
-    is the rate of offline tokens before any was served, None if unknown. ``stalled_by`` returns why
-    the engine serves no lines, None while it does.
+    ``fingerprint`` is that of the model that was loaded at the start. ``let_leave`` lets the
+    request of a line leave with its KV for another engine, None if no KV is moved.
+    ``expected_tokens_per_s`` is the rate of offline tokens before any was served, None if unknown.
+    ``stalled_by`` returns why the engine serves no lines, None while it does.
     """
 
     def __init__(
@@ -115,18 +77,17 @@ class BatchBackend(Backend):
         template_manager: Any,
         *,
         fingerprint: str,
-        moves_kv: bool = False,
+        let_leave: Callable[[LineManager], None] | None = None,
         expected_tokens_per_s: float | None = None,
         stalled_by: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._stalled_by = stalled_by
         self._tokenizer_manager = tokenizer_manager
         self._fingerprint = fingerprint
-        self._moves_kv = moves_kv
+        self._let_leave = let_leave
         self._managers: dict[int, LineManager] = {}
         """Of the lines that are being run, by the identity of their requests."""
 
-        self._departures = LineDepartures(tokenizer_manager)
         self._endpoints = model_endpoints(tokenizer_manager, template_manager)
         self._thread = HandlerThread()
         self._rate = TokenRate(time.monotonic, expected_per_s=expected_tokens_per_s)
@@ -193,11 +154,11 @@ class BatchBackend(Backend):
         return sum_of_delays_s(await ask(self._tokenizer_manager, BATCH_DELAYS))
 
     def hand_back(self, request: LineRequest) -> bool:
-        """See ``Backend.hand_back``: with ``moves_kv``, what the scheduler has and can go on."""
+        """See ``Backend.hand_back``: if KV is moved, what the scheduler has and can go on."""
         manager = self._managers.get(id(request))
-        if not self._moves_kv or manager is None or not manager.can_leave:
+        if self._let_leave is None or manager is None or not manager.can_leave:
             return False
-        self._departures.ask(manager)
+        self._let_leave(manager)
         return True
 
     def prompt_tokens(self, request: LineRequest) -> int | None:
@@ -239,7 +200,7 @@ class BatchBackend(Backend):
             request_id,
             report,
             kv_model=kv_in_use(self._tokenizer_manager, self._fingerprint),
-            takes_kv=self._moves_kv,
+            takes_kv=self._let_leave is not None,
         )
         self._managers[id(request)] = manager
         with self._rate.in_flight():

@@ -54,9 +54,12 @@ class CheckpointSetup(KvStoreSetup):
             "radix_cache_backend": BACKEND,
             "hicache_write_policy": "write_through",
             "hicache_size": config.kv_checkpoint_host_gb or 0,
-            **({"hicache_io_backend": "direct"} if on_cpu else {}),
-            # The pool on a CPU and moved KV know no other layout.
-            **({"hicache_mem_layout": "layer_first"} if on_cpu or config.kv_move_dir else {}),
+            # The pool on a CPU knows no other layout.
+            **(
+                {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
+                if on_cpu
+                else {}
+            ),
         }
 
     def check(self, server_args: Any, config: CoserveConfig, *, on_cpu: bool) -> None:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any, Final, NamedTuple
 
-from sglang_coserve.core.engine_load import (
-    ClassLoad,
-    OnlineShare,
-    ReplicaLoad,
-    WantedLines,
-    wanted_lines,
-)
+from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.learned_times import expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import computed_tokens
+from sglang_coserve.srt.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.kv_pools import KvByClass
 
@@ -46,9 +41,9 @@ class ReportedLoad(NamedTuple):
 class LoadReporter:
     """See the module's docstring. Lives in the scheduler process."""
 
-    def __init__(self, parts: EngineParts, admission: Admission) -> None:
+    def __init__(self, parts: EngineParts, admission: Admission, moves: RequestMoves) -> None:
         scheduler, config = parts.scheduler, parts.config
-        self._pool = config.pool
+        self._moves = moves
         self._admission = admission
         self._view = parts.view
         self._pools = parts.pools
@@ -98,8 +93,13 @@ class LoadReporter:
                 lines=len(self._ledger.of_class(RequestClass.OFFLINE)),
                 line_tokens=self._ledger.length_tokens(RequestClass.OFFLINE),
             ),
-            pool=self._pool,
-            wants=self._wants(held),
+            pool=self._moves.pool,
+            wants=self._moves.wants(
+                online,
+                offline,
+                free_kv_tokens=self._pools.total_tokens - kv.online - kv.offline,
+                free_requests=requests - len(offline),
+            ),
         )
         self._last = ReportedLoad(time.perf_counter(), kv, load)
         return load
@@ -116,24 +116,6 @@ class LoadReporter:
             )
             self._rated = model, rate
         return rate
-
-    def _wants(self, held: HeldKv) -> WantedLines | None:
-        """Return the lines to take over: while none wait, and there is time for more."""
-        if self._pool != "strict":
-            return None
-        core = self._admission.core
-        online, offline, kv = held
-        num_running = len(online) + len(offline)
-        allowance = core.interference.allowance
-        return wanted_lines(
-            core.model,
-            [computed_tokens(req) for req in online],
-            [computed_tokens(req) for req in offline],
-            tpot_s=allowance.targets.token_s,
-            free_kv_tokens=self._pools.total_tokens - kv.online - kv.offline,
-            free_requests=min(self._max_offline - len(offline), self._max_requests - num_running),
-            runs_all=len(self._ledger.of_class(RequestClass.OFFLINE)) == len(offline),
-        )
 
     def _class_load(self, request_class: RequestClass, running: list[Req]) -> ClassLoad:
         ledger = self._ledger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,7 +58,7 @@ class SchedulerStatus:
         load: LoadReporter,
         background: TaskSupervisor,
         num_unnoticed: Callable[[], int],
-        kv_moves: Callable[[], dict[str, int]],
+        kv_moves: Callable[[], Mapping[str, int]],
     ) -> None:
         """``num_unnoticed`` counts the requests that ended without notice; ``kv_moves`` returns
         the figures of moved KV."""

@@ -31,6 +31,7 @@ from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, s
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.batch_backend import BatchBackend
 from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STATE_KEY
+from sglang_coserve.srt.optional_parts import REQUEST_MOVES
 from sglang_coserve.srt.routes.drain import Drain, Health, add_drain_routes
 from sglang_coserve.srt.routes.engine_routes import add_trace_route
 
@@ -106,7 +107,7 @@ async def served(
         manager,
         state.template_manager,
         fingerprint=await manager.coserve_fingerprint(),
-        moves_kv=config.kv_move_dir is not None,
+        let_leave=REQUEST_MOVES.let_leave(config, manager),
         expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
         stalled_by=lambda: health.offline_stopped,
     )

@@ -18,11 +18,11 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.admission.chunk_limits import install_chunk_limits
 from sglang_coserve.srt.forward_kind import runs_ahead
-from sglang_coserve.srt.kv_moves.request_moves import RequestMoves
 from sglang_coserve.srt.monitoring.online_load import OnlineLoad
 from sglang_coserve.srt.monitoring.plan_log import recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
+from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES
 from sglang_coserve.srt.profiling.latency_source import latency_profile
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.scheduler.request_intake import LiveRequests, RequestIntake
@@ -74,15 +74,16 @@ class CoserveParts(EngineParts):
             config,
             clock,
             safepoints,
+            kv_store=KV_STORE.store(scheduler.tree_cache, clock.waited),
             switched_off=self._switched_off,
             answer_aborted=lambda req: self.live.answer_aborted(req),
         )
         self.background = TaskSupervisor()
         self.live = LiveRequests(scheduler, self.ledger, kept=self._kept, tell=self._tell)
         self.admission = self._make_admission()
-        self.moves = RequestMoves(self, self.admission, self.background, self.live.forget)
+        self.moves = REQUEST_MOVES.moves(self, self.admission, self.background, self.live.forget)
         self.intake = RequestIntake(self, self.admission, self.moves, self.live)
-        self.load = LoadReporter(self, self.admission)
+        self.load = LoadReporter(self, self.admission, self.moves)
         self.online_load = OnlineLoad(self, self.load)
         self.status = SchedulerStatus(
             self,

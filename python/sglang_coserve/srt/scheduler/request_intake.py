@@ -23,9 +23,9 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.guard.sampling import check_logit_processor
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import lowest_priority, refuse, send_abort
-from sglang_coserve.srt.kv_moves.request_moves import RequestMoves
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 

@@ -15,8 +15,8 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import runs_ahead
+from sglang_coserve.srt.kv_store import KvStore
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.optional_parts import KV_STORE
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, RankTime, device_timer
 from sglang_coserve.srt.steps.engine_view import EngineView
@@ -74,6 +74,7 @@ class EngineParts:
         clock: RankClock,
         safepoints: Safepoints,
         *,
+        kv_store: KvStore,
         switched_off: Callable[[str, Exception], None],
         answer_aborted: Callable[[Req], None],
     ) -> None:
@@ -105,7 +106,7 @@ class EngineParts:
 
         self.ledger = RequestLedger(scheduler.tree_cache)
         self.leases = PrefixLeases(scheduler.tree_cache, lambda req: not is_offline(req))
-        self.kv_store = KV_STORE.store(scheduler.tree_cache, clock.waited)
+        self.kv_store = kv_store
         self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
         self.retraction = OfflineRetraction(

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from sglang_coserve.core.request import Ending
-from sglang_coserve.lines.background import TaskSupervisor
+from sglang_coserve.core.engine_load import WantedLines, wanted_lines
+from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.srt.admission.admission import Admission
-from sglang_coserve.srt.compat import drop_ended, send_abort
+from sglang_coserve.srt.compat import computed_tokens, drop_ended, send_abort
 from sglang_coserve.srt.kv_moves.kv_directory import is_kv_name
 from sglang_coserve.srt.kv_moves.kv_files import KvFiles, KvJob
 from sglang_coserve.srt.marks.offline_marks import take_moved_kv
 from sglang_coserve.srt.monitoring.scheduler_query import moved_reason
+from sglang_coserve.srt.request_moves import COUNTED, RequestMoves
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 
 _YIELD_S: Final = 0.001
@@ -33,9 +33,6 @@ _YIELD_S: Final = 0.001
 _PENDING: Final = -1
 _GIVEN_UP: Final = -2
 """What a rank says of a move; otherwise the tokens that it has moved. The least counts."""
-
-COUNTED: Final = ("moved_out_tokens", "moved_in_tokens", "moves_without_kv")
-"""Counts of moves, which only grow."""
 
 Req = Any
 ScheduleBatch = Any
@@ -58,12 +55,11 @@ class _Move:
     """What writes or reads them; None if there is nothing to write, or not yet."""
 
 
-class RequestMoves:
-    """Where requests are that neither run nor wait, as their KV is on its way.
+class FileMoves(RequestMoves):
+    """Where requests are whose KV is on its way through files.
 
-    One that leaves is retracted first, as for an online request: its KV goes to the tree and to
-    the host. One that comes finds its KV there as if it had been retracted here. They are the
-    same, in the same order, on all ranks, which call each method at the same point of a round.
+    A request that leaves is retracted first, as for an online request: its KV goes to the tree and
+    to the host. A request that comes finds its KV there as if it had been retracted here.
     """
 
     timeout_s = 10.0
@@ -74,10 +70,11 @@ class RequestMoves:
         self,
         parts: EngineParts,
         admission: Admission,
-        background: TaskSupervisor,
+        files: KvFiles,
         forget: Callable[[Req], None],
     ) -> None:
-        """``background`` reads and writes files; ``forget`` is called with requests that left."""
+        """``forget`` is called with requests that have left."""
+        self.pool = parts.config.pool
         self._scheduler = parts.scheduler
         self._admission = admission
         self._view = parts.view
@@ -85,11 +82,7 @@ class RequestMoves:
         self._ledger = parts.ledger
         self._forget = forget
         self._cache = parts.scheduler.tree_cache
-        self._files: KvFiles | None = None
-        """None: no KV is moved."""
-
-        if parts.config.kv_move_dir is not None:
-            self._files = KvFiles(self._cache, Path(parts.config.kv_move_dir), background)
+        self._files = files
         self._asked: dict[str, str] = {}
         """The requests that are to leave, with the model that their KV is of."""
 
@@ -99,20 +92,40 @@ class RequestMoves:
     def __len__(self) -> int:
         return len(self._moves)
 
-    def figures(self) -> dict[str, int]:
-        """Return what ``/coserve/status`` says of moved KV (docs/kv_checkpoint.md). O(1)."""
+    def figures(self) -> Mapping[str, int]:
+        """See ``RequestMoves.figures``."""
         return {name: self._counts[name] for name in COUNTED}
 
+    def wants(
+        self,
+        online: Sequence[Req],
+        offline: Sequence[Req],
+        *,
+        free_kv_tokens: int,
+        free_requests: int,
+    ) -> WantedLines | None:
+        """See ``RequestMoves.wants``: of a strict engine, while no line waits here, and there is
+        time for more."""
+        if self.pool != "strict":
+            return None
+        core = self._admission.core
+        return wanted_lines(
+            core.model,
+            [computed_tokens(req) for req in online],
+            [computed_tokens(req) for req in offline],
+            tpot_s=core.interference.allowance.targets.token_s,
+            free_kv_tokens=free_kv_tokens,
+            free_requests=free_requests,
+            runs_all=len(self._ledger.of_class(RequestClass.OFFLINE)) == len(offline),
+        )
+
     def kept(self) -> Iterable[Req]:
-        """Return the requests whose KV is on its way."""
+        """See ``RequestMoves.kept``."""
         return [move.req for move in self._moves.values()]
 
     def ask(self, rids: Sequence[str], model: str) -> list[str]:
-        """Let requests leave, with the KV of ``model``; return those that do.
-
-        The KV of each is left under its rid.
-        """
-        known = [rid for rid in rids if self._can_leave(rid)] if self._files else []
+        """See ``RequestMoves.ask``."""
+        known = [rid for rid in rids if self._can_leave(rid)]
         self._asked |= dict.fromkeys(known, model)
         return known
 
@@ -122,10 +135,9 @@ class RequestMoves:
         return live is not None and not live.req.finished() and live.req.to_finish is None
 
     def come(self, req: Req) -> bool:
-        """Begin to fetch the KV that was left for a new request; False if there is none to wait
-        for, or no room."""
+        """See ``RequestMoves.come``."""
         moved = take_moved_kv(req)
-        if self._files is None or moved is None:
+        if moved is None:
             return False
         name, tokens, model = moved
         has_tokens = 0 < tokens <= len(req.origin_input_ids) + len(req.output_ids)
@@ -139,7 +151,7 @@ class RequestMoves:
         return True
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
-        """Take out and return the requests that match: they are aborted."""
+        """See ``RequestMoves.remove``."""
         moves = [move for move in self._moves.values() if matches(move.req)]
         for move in moves:
             if move.leaves:
@@ -149,7 +161,7 @@ class RequestMoves:
         return [move.req for move in moves]
 
     def step(self, running_batch: ScheduleBatch) -> None:
-        """Go on with the moves, before anything is admitted beside ``running_batch``."""
+        """See ``RequestMoves.step``."""
         if self._asked:
             self._take_out(running_batch)
         for move, tokens in self._ended() if self._moves else ():
@@ -163,7 +175,6 @@ class RequestMoves:
     def _ended(self) -> list[tuple[_Move, int]]:
         """Return the moves that are over, and how many tokens each has moved."""
         files, moves = self._files, list(self._moves.values())
-        assert files is not None
         for move in moves:
             if move.slots is None:
                 move.slots = self._cache.saved_slots(move.req)
@@ -201,12 +212,12 @@ class RequestMoves:
         """Remove what is left of a request, which nobody will take."""
         del self._moves[move.req.rid]
         if move.job is not None:
-            assert self._files is not None
             move.job.give_up()
             self._files.remove(move.req.rid)
 
     def yield_to_threads(self) -> None:
-        """Sleep when nothing runs: Python's lock would mostly be this thread's otherwise."""
+        """See ``RequestMoves.yield_to_threads``: Python's lock would mostly be this thread's
+        otherwise."""
         if len(self):
             time.sleep(_YIELD_S)
 
