@@ -14,9 +14,6 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
-from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.migration import preferred_length, step_bound_s
-from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.validation import JsonDocument
 
 _Some = Annotated[int, Field(ge=1)]
@@ -40,7 +37,7 @@ class ClassLoad(JsonDocument):
 
 
 class WantedLines(JsonDocument):
-    """The running lines that a strict engine would take over (``core.migration``)."""
+    """The running lines that a strict engine would take over (``core.pools``)."""
 
     tokens: _Some
     """Tokens of context that it prefers."""
@@ -184,35 +181,6 @@ def _together(loads: Sequence[ClassLoad]) -> ClassLoad:
         waiting=sum(load.waiting for load in loads),
         outstanding_tokens=sum(load.outstanding_tokens for load in loads),
     )
-
-
-def wanted_lines(
-    model: LatencyModel,
-    online: Sequence[int],
-    offline: Sequence[int],
-    *,
-    tpot_s: float | None,
-    free_kv_tokens: int,
-    free_requests: int,
-    runs_all: bool,
-) -> WantedLines | None:
-    """Return the lines that a strict engine would take over; None for none.
-
-    ``online`` and ``offline`` are the context tokens of each request that runs. ``tpot_s`` is the
-    longest time of a step, in seconds. ``runs_all``: no offline request waits. Waiting online
-    requests do not count.
-    """
-    preference = preferred_length(
-        model,
-        StepStats.of(decodes=(*online, *offline)),
-        step_bound_s(model, StepStats.of(decodes=online), tpot_s),
-        free_kv_tokens,
-        includes_all=runs_all,
-    )
-    if preference is None or free_requests < 1:
-        return None
-    tokens, max_tokens = preference
-    return WantedLines(tokens=tokens, max_tokens=max_tokens, lines=free_requests)
 
 
 _WINDOW_S: Final = 10.0

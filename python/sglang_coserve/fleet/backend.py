@@ -13,10 +13,11 @@ from typing import Final, Self
 from msgspec.structs import replace
 
 from sglang_coserve.core.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD, model_of_most
+from sglang_coserve.core.line_placement.line_moves import Move
 from sglang_coserve.core.line_placement.placement import LinePlacement, Placed
-from sglang_coserve.core.line_placement.pools import LinePools, Move
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.fleet.engine import EngineState, FleetDelays, RemoteEngine
+from sglang_coserve.fleet.optional_parts import LINE_MOVES
 from sglang_coserve.fleet.served_model import ServedModel
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.http_lines.messages import (
@@ -86,7 +87,7 @@ class FleetBackend(Backend):
         """Addresses that cannot be used, and why."""
 
         self._placement = LinePlacement()
-        self._pools = LinePools()
+        self._moves = LINE_MOVES()
         self._attempts: dict[int, tuple[RemoteEngine, LineRequest]] = {}
         """That are being made, of each line."""
 
@@ -242,13 +243,13 @@ class FleetBackend(Backend):
                 move: Move | None = None
                 has_died = False
                 self._attempts[number] = (engine, attempt)
-                self._pools.start(number, engine.url, len(generated), self._monotonic_s())
+                self._moves.start(number, engine.url, len(generated), self._monotonic_s())
                 try:
                     return await self._attempt(number, model, generated, on_tokens)
                 except LineMovedError as error:
                     # What an engine has left is good until another one has taken it.
                     kv = error.kv or kv
-                    move = self._pools.move_of(number)
+                    move = self._moves.move_of(number)
                     if move is None:
                         self.ends["moved"] += 1
                         self._close(engine, EngineState.DRAINING, str(error))
@@ -264,7 +265,7 @@ class FleetBackend(Backend):
                     self._close(engine, EngineState.DOWN, str(error))
                 finally:
                     del self._attempts[number]
-                    self._pools.stop(number)
+                    self._moves.stop(number)
                 placed = self._place_again(number, move, engine_died=has_died)
                 if placed is None:
                     is_known = False
@@ -276,14 +277,14 @@ class FleetBackend(Backend):
                 self._carry_out(placed)
         finally:
             del self._turns[number]
-            self._pools.end(number)
+            self._moves.end(number)
             if is_known:
                 self._carry_out(self._placement.end(number))
 
     def _place_again(
         self, number: int, move: Move | None, *, engine_died: bool
     ) -> list[Placed] | None:
-        if move is not None and move.to is not None and self._pools.takes_over(move.to):
+        if move is not None and move.to is not None:
             self.ends["pulled"] += 1
             return self._placement.move(number, move.to)
         self.ends["returned"] += move is not None
@@ -297,19 +298,19 @@ class FleetBackend(Backend):
         on_tokens: Callable[[Sequence[int]], None],
     ) -> LineResult:
         engine, request = self._attempts[number]
-        pools, num_received = self._pools, 0
+        moves, num_received = self._moves, 0
 
         def receive(tokens: Sequence[int]) -> None:
             nonlocal num_received
             num_received += len(tokens)
-            pools.add_tokens(number, len(tokens), self._monotonic_s())
+            moves.add_tokens(number, len(tokens), self._monotonic_s())
             self._count_tokens(engine, len(tokens))
             generated.extend(tokens)
             on_tokens(tokens)
 
         with engine.rate.in_flight(), self._rate.in_flight():
             result = await engine.connection.run(
-                request, model, receive, lambda tokens: pools.has_prompt(number, tokens)
+                request, model, receive, lambda tokens: moves.has_prompt(number, tokens)
             )
             self._judge(engine, result)
             self._count_tokens(engine, max(0, usage_of(result.body).total_tokens - num_received))
@@ -372,21 +373,21 @@ class FleetBackend(Backend):
             _log.warning("%s is %s%s", url, engine.state.value, reason)
         self._choose_model()
         self._update_placement(engine)
-        self._look_at_pool(engine)
+        self._ask_back(engine)
 
     def _update_placement(self, engine: RemoteEngine) -> None:
-        pools = self._pools
-        for url in pools.set_engine(engine.url, engine.pool, is_open=self._is_open(engine)):
-            window, begins_lines = self._engines[url].window, pools.begins_lines(url)
+        changed = self._moves.set_engine(engine.url, engine.pool, is_open=self._is_open(engine))
+        for url, begins_lines in changed.items():
+            window = self._engines[url].window
             self._carry_out(self._placement.set_engine(url, window=window, is_open=begins_lines))
 
-    def _look_at_pool(self, engine: RemoteEngine) -> None:
-        """Ask for the lines that a strict engine is to take over, or to give back."""
+    def _ask_back(self, engine: RemoteEngine) -> None:
+        """Ask for the lines that an engine is to take over, or to give back."""
         load = engine.load
         if load is None or not self._is_open(engine):
             return
         now_s = self._monotonic_s()
-        for line, _ in self._pools.look(engine.url, load.wants, load.offline.waiting, now_s):
+        for line, _ in self._moves.look(engine.url, load.wants, load.offline.waiting, now_s):
             assert isinstance(line, int)
             has_it, attempt = self._attempts[line]
             has_it.connection.ask_back(attempt)

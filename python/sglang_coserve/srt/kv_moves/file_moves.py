@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import torch
 
-from sglang_coserve.core.engine_load import WantedLines, wanted_lines
+from sglang_coserve.core.engine_load import WantedLines
+from sglang_coserve.core.pools.migration import wanted_lines
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import computed_tokens, drop_ended, send_abort

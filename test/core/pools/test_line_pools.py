@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_coserve.core.engine_load import Pool, WantedLines
-from sglang_coserve.core.line_placement.pools import LinePools, Move
+from sglang_coserve.core.line_placement.line_moves import Move
+from sglang_coserve.core.pools.line_pools import LinePools
 
 WANTS = WantedLines(tokens=100, max_tokens=400, lines=8)
 
@@ -128,9 +129,11 @@ class PoolsMachine(RuleBasedStateMachine):
         line = data.draw(st.sampled_from(sorted(self.where)))
         move = self.pools.move_of(line)
         assert (move is not None) == (line in self.asked)
+        if move is not None and move.to is not None:
+            assert move.to in self.open, "it would wait for an engine that takes nothing"
         self.pools.stop(line)
         self.asked.pop(line, None)
-        if goes_on and move is not None and move.to and self.pools.takes_over(move.to):
+        if goes_on and move is not None and move.to:
             self.where[line] = move.to
             self.silent.add(line)
             self.pools.start(line, move.to, 0, self.now_s)

@@ -1,31 +1,24 @@
 """Moves running lines between engines that begin them and engines with online requests (OOCO §3.2).
 
 Lines begin at relaxed engines, or at those of no pool. A strict engine, which serves online
-requests, says which running lines it would take over (``core.migration``), and gets those of the
+requests, says which running lines it would take over (``migration``), and gets those of the
 relaxed engines that suit it best. When it has none of its own to spare for them any more, they go
 back. Lines that no strict engine wants end where they began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from sglang_coserve.core.engine_load import Pool, WantedLines
-from sglang_coserve.core.migration import requests_to_pull
+from sglang_coserve.core.line_placement.line_moves import LineMoves, Move
+from sglang_coserve.core.pools.migration import requests_to_pull
 
 _ARRIVES_S: Final = 10.0
 """A line that was taken over may be silent for so long: an engine gives up reading its KV then
-(``srt.kv_moves.request_moves``). Later it waits for room like any other."""
-
-
-class Move(NamedTuple):
-    """A decision: a line is to be asked back from the engine that has it."""
-
-    line: Hashable
-    to: str | None
-    """The engine where it goes on; None: one that begins lines."""
+(``srt.kv_moves``). Later it waits for room like any other."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +37,8 @@ class _RunningLine:
     move: Move | None = None
 
 
-class LinePools:
-    """The lines that engines have, and which pool each engine is of.
-
-    ``look`` decides; the calls with a line report what became of it.
-    """
+class LinePools(LineMoves):
+    """The lines that engines have, and which pool each engine is of."""
 
     def __init__(self) -> None:
         self._open: dict[str, Pool | None] = {}
@@ -57,17 +47,16 @@ class LinePools:
         self._waited: dict[str, int] = {}
         """Offline requests that waited in a strict engine when it was looked at last."""
 
-    def set_engine(self, name: str, pool: Pool | None, *, is_open: bool) -> list[str]:
-        """Note whether an engine takes lines; return the engines for which ``begins_lines`` may say
-        something else than before, that one among them."""
+    def set_engine(self, name: str, pool: Pool | None, *, is_open: bool) -> Mapping[str, bool]:
+        """See ``LineMoves.set_engine``."""
         before = self._strict_ones_begin
         self._open.pop(name, None)
         if is_open:
             self._open[name] = pool
-        if before is self._strict_ones_begin:
-            return [name]
-        strict = [each for each, pool in self._open.items() if pool == "strict"]
-        return list(dict.fromkeys([name, *strict]))
+        told = [name]
+        if before is not self._strict_ones_begin:
+            told += [each for each, pool in self._open.items() if pool == "strict"]
+        return {each: self.begins_lines(each) for each in told}
 
     def begins_lines(self, name: str) -> bool:
         """Return whether new lines go to an engine: to strict ones only if there are no others."""
@@ -78,50 +67,43 @@ class LinePools:
         return all(pool == "strict" for pool in self._open.values())
 
     def start(self, line: Hashable, engine: str, generated_tokens: int, now_s: float) -> None:
-        """An engine begins with a line, or goes on with it."""
+        """See ``LineMoves.start``."""
         tokens = self._prompts.get(line, 0) + generated_tokens
         self._lines[line] = _RunningLine(engine, tokens, now_s)
 
     def has_prompt(self, line: Hashable, tokens: int) -> None:
-        """A line that an engine has can be asked back from it, and its prompt is so long."""
+        """See ``LineMoves.has_prompt``."""
         running = self._lines[line]
         running.tokens += tokens - self._prompts.get(line, 0)
         running.is_movable = True
         self._prompts[line] = tokens
 
     def add_tokens(self, line: Hashable, new_tokens: int, now_s: float) -> None:
-        """An engine has generated tokens of a line."""
+        """See ``LineMoves.add_tokens``."""
         running = self._lines[line]
         running.tokens += new_tokens
         running.has_generated, running.since_s = True, now_s
 
     def move_of(self, line: Hashable) -> Move | None:
-        """Return what was decided of a line that an engine has; None if it was not asked back."""
-        return self._lines[line].move
-
-    def takes_over(self, engine: str) -> bool:
-        """Return whether a line that was asked back for an engine can still go there."""
-        return self._open.get(engine) == "strict"
+        """See ``LineMoves.move_of``: to no engine that does not take lines over any more."""
+        move = self._lines[line].move
+        if move is None or move.to is None or self._open.get(move.to) == "strict":
+            return move
+        return Move(line, None)
 
     def stop(self, line: Hashable) -> None:
-        """An engine does not have a line any more."""
+        """See ``LineMoves.stop``."""
         del self._lines[line]
 
     def end(self, line: Hashable) -> None:
-        """Forget a line that no engine has any more."""
+        """See ``LineMoves.end``."""
         self._prompts.pop(line, None)
 
     def look(
         self, engine: str, wants: WantedLines | None, waiting: int, now_s: float
     ) -> list[Move]:
-        """Decide what a strict engine takes over or gives back; O(lines log lines).
-
-        Args:
-            engine: Its name. Others never do either.
-            wants: What it says now that it would take over.
-            waiting: Offline requests that wait in it now.
-            now_s: Never earlier than in a call before.
-        """
+        """See ``LineMoves.look``: what a strict engine takes over or gives back; others never do
+        either. O(lines log lines)."""
         waited = self._waited.get(engine, 0)
         self._waited[engine] = waiting
         if self._open.get(engine) != "strict" or self._strict_ones_begin:

@@ -1,0 +1,11 @@
+"""Parts that a gateway can do without, one line for each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sglang_coserve.core.line_placement.line_moves import LineMoves
+from sglang_coserve.core.pools.line_pools import LinePools
+
+LINE_MOVES: Final[type[LineMoves]] = LinePools
+"""With ``LineMoves`` lines end in the engine where they began, unless the engine gives them up."""
