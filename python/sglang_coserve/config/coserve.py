@@ -281,8 +281,8 @@ class CoserveConfig(BatchApiConfig):
         if self.offline_policy == _AUTO:
             object.__setattr__(self, "offline_policy", "coserve")
         self.objective()  # Raises for a target that cannot be read.
-        _check_kv_checkpoint(self)
-        _check_pool(self)
+        _check_kv_checkpoint(self, "kv_checkpoint_host_gb")
+        _check_pools(self)
         self._refuse_flags_without_effect()
 
     def _refuse_flags_without_effect(self) -> None:
@@ -340,17 +340,17 @@ class CoserveConfig(BatchApiConfig):
         return Objective.of(self.offline_policy, (*targets, *map(_slo, self.slo)), *slowdowns)
 
 
-def _check_kv_checkpoint(config: CoserveConfig) -> None:
-    changed = config.changed()
-    for name in ("kv_checkpoint_host_gb", "kv_move_dir"):
-        if name in changed and config.kv_checkpoint == NO_CHECKPOINTS:
-            raise ConfigError(
-                f"{flag(name)} has no effect with {flag('kv_checkpoint')} {NO_CHECKPOINTS}: "
-                f"leave it out, or choose {' or '.join(CHECKPOINT_STRATEGIES)}"
-            )
+def _check_kv_checkpoint(config: CoserveConfig, name: str) -> None:
+    """Refuse the field ``name``, which has no effect without checkpoints."""
+    if name in config.changed() and config.kv_checkpoint == NO_CHECKPOINTS:
+        raise ConfigError(
+            f"{flag(name)} has no effect with {flag('kv_checkpoint')} {NO_CHECKPOINTS}: "
+            f"leave it out, or choose {' or '.join(CHECKPOINT_STRATEGIES)}"
+        )
 
 
-def _check_pool(config: CoserveConfig) -> None:
+def _check_pools(config: CoserveConfig) -> None:
+    _check_kv_checkpoint(config, "kv_move_dir")
     if config.pool is None:
         return
     if config.kv_move_dir is None:
