@@ -108,7 +108,7 @@ def test_the_fields_of_kv_checkpoints_are_those_of_the_status() -> None:
 def test_the_fields_of_moved_kv_are_those_of_the_status() -> None:
     from sglang_coserve.srt.request_moves import COUNTED
 
-    assert names_in_table("kv_checkpoint.md", "## Moved KV") == set(COUNTED)
+    assert names_in_table("pools.md", "## Moved KV") == set(COUNTED)
 
 
 def test_the_fields_of_safepoints_are_those_of_the_status() -> None:

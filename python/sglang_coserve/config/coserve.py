@@ -247,7 +247,7 @@ class CoserveConfig(BatchApiConfig):
 
     pool: Pool | None = setting(
         None,
-        "What the engine is for a gateway with pools (docs/fleet.md). relaxed: lines begin "
+        "What the engine is for a gateway with pools (docs/pools.md). relaxed: lines begin "
         "here. strict: online requests are served here, and running lines that suit its "
         "targets go on here. Needs --kv-move-dir.",
         choices=get_args(Pool),

@@ -13,5 +13,5 @@ KV_STORE: Final[KvStoreSetup] = CheckpointSetup()
 """With ``KvStoreSetup()`` there is no store: KV of requests that gave way is computed again."""
 
 REQUEST_MOVES: Final[RequestMovesSetup] = FileMovesSetup()
-"""With ``RequestMovesSetup()`` requests go on in other engines without their KV. Files are written
-from the host pages of ``CheckpointSetup()``."""
+"""With ``RequestMovesSetup()`` requests go on in other engines without their KV. Files have what
+the store of checkpoints keeps in host memory."""
