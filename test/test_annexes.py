@@ -1,11 +1,11 @@
-"""Each annex can be deleted: the rest starts without its folder, and serves a batch."""
+"""Each annex can be deleted: the rest starts without its folders, and serves a batch."""
 
 from __future__ import annotations
 
 import ast
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,59 +16,98 @@ from batch.scenarios import lines
 from batch.scripted_backend import tokens_of
 from calls import call, client_of
 from fleet.gateway_process import EngineThread, gateway
+from srt.batch_server import deployment
 
 PACKAGE = Path(sglang_coserve.__file__).parent
 
 
 @dataclass(frozen=True)
 class Annex:
-    folder: str
-    registered_in: str | None = None
-    name: str = ""
-    """In the lines that register it."""
+    folders: tuple[str, ...]
+    registered_in: Mapping[str, str] = field(default_factory=dict)
+    """By file, its name in the two lines that register it: an import and one more."""
+
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    """By such a name, what takes its place. The line is deleted where nothing does."""
+
+    settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By file, its flags, and the functions that check them."""
 
     routes: tuple[tuple[str, str], ...] = ()
-    flag: str | None = None
-    """Field of ``BatchApiConfig``, the setting of this annex alone."""
 
     def delete(self, package: Path) -> None:
-        shutil.rmtree(package / self.folder)
-        if self.registered_in is not None:
-            path = package / self.registered_in
-            before = path.read_text().splitlines(keepends=True)
-            after = [line for line in before if self.name not in line]
-            assert len(before) - len(after) == 2, "registered by its import and one line"
-            path.write_text("".join(after))
-        if self.flag is not None:
-            _delete_field(package / "config" / "batch_api.py", self.flag)
+        for folder in self.folders:
+            shutil.rmtree(package / folder)
+        for file, name in self.registered_in.items():
+            _unregister(package / file, name, self.stand_ins.get(name))
+        for file, names in self.settings.items():
+            _delete(package / file, names)
 
 
-def _delete_field(path: Path, name: str) -> None:
+def _unregister(path: Path, name: str, stand_in: str | None) -> None:
+    before = path.read_text().splitlines(keepends=True)
+    naming = [number for number, line in enumerate(before) if name in line.split("#")[0]]
+    assert len(naming) == 2, "registered by its import and one line"
+    after = before.copy()
+    after[naming[0]] = ""
+    after[naming[1]] = "" if stand_in is None else before[naming[1]].replace(name, stand_in)
+    path.write_text("".join(after))
+
+
+def _delete(path: Path, names: tuple[str, ...]) -> None:
+    """Delete fields and functions, and the statements that call the functions."""
     text = path.read_text()
-    fields = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.AnnAssign)]
-    (field,) = (node for node in fields if ast.unparse(node.target) == name)
     lines = text.splitlines(keepends=True)
-    path.write_text("".join(lines[: field.lineno - 1] + lines[field.end_lineno :]))
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        match node:  # Fields, functions, and their calls.
+            case (
+                ast.AnnAssign(target=ast.Name(id=name))
+                | ast.FunctionDef(name=name)
+                | ast.Expr(value=ast.Call(func=ast.Name(id=name)))
+            ) if name in names:
+                found.add(name)
+                assert node.end_lineno is not None
+                for number in range(node.lineno - 1, node.end_lineno):
+                    lines[number] = ""
+    assert found == set(names)
+    path.write_text("".join(lines))
 
+
+POOLS = Annex(
+    ("core/pools", "srt/kv_moves"),
+    {"fleet/optional_parts.py": "LinePools", "srt/optional_parts.py": "FileMovesSetup"},
+    {"LinePools": "LineMoves", "FileMovesSetup": "RequestMovesSetup"},
+    {"config/coserve.py": ("kv_move_dir", "pool", "_check_pools")},
+)
+KV_CHECKPOINTS = Annex(
+    ("srt/kv_checkpoint",),
+    {"srt/optional_parts.py": "CheckpointSetup"},
+    {"CheckpointSetup": "KvStoreSetup"},
+)
+"""Pools go before them: moved KV comes from their host pages."""
 
 ANNEXES = (
-    Annex("ray"),
+    Annex(("ray",)),
     Annex(
-        "batch/uploads",
-        "batch/api.py",
-        "UPLOADS",
-        (("POST", "/v1/uploads"), ("POST", "/v1/uploads/upload_1/cancel")),
+        ("batch/uploads",),
+        {"batch/api.py": "UPLOADS"},
+        routes=(("POST", "/v1/uploads"), ("POST", "/v1/uploads/upload_1/cancel")),
     ),
     Annex(
-        "batch/responses",
-        "batch/api.py",
-        "BACKGROUND_RESPONSES",
-        (
+        ("batch/responses",),
+        {"batch/api.py": "BACKGROUND_RESPONSES"},
+        routes=(
             ("GET", f"/v1/responses/resp_{0:024x}"),
             ("POST", f"/v1/responses/resp_{0:024x}/cancel"),
         ),
     ),
-    Annex("batch/webhooks", "batch/api.py", "WEBHOOKS", flag="batch_webhook_url"),
+    Annex(
+        ("batch/webhooks",),
+        {"batch/api.py": "WEBHOOKS"},
+        settings={"config/batch_api.py": ("batch_webhook_url",)},
+    ),
+    POOLS,
 )
 
 
@@ -78,12 +117,21 @@ def engine() -> Iterator[EngineThread]:
         yield engine
 
 
-@pytest.mark.parametrize("annex", ANNEXES, ids=lambda annex: annex.folder)
-def test_the_rest_serves_batches_without_it(
-    annex: Annex, engine: EngineThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
     package = tmp_path / "python" / PACKAGE.name
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    return package
+
+
+@pytest.mark.parametrize("annex", ANNEXES, ids=lambda annex: annex.folders[0])
+def test_the_rest_serves_batches_without_it(
+    annex: Annex,
+    engine: EngineThread,
+    tmp_path: Path,
+    package: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     annex.delete(package)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     with gateway(tmp_path, "--engine", engine.url) as server, client_of(server) as client:
@@ -93,3 +141,31 @@ def test_the_rest_serves_batches_without_it(
             answer = call(server, method, path)
             assert answer.status_code == 404
             assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("annexes", "flags"),
+    [
+        pytest.param((POOLS,), ("--kv-checkpoint", "eager"), id="core/pools"),
+        pytest.param((POOLS, KV_CHECKPOINTS), (), id="srt/kv_checkpoint", marks=pytest.mark.heavy),
+    ],
+)
+def test_an_engine_serves_batches_without_it(
+    annexes: tuple[Annex, ...],
+    flags: tuple[str, ...],
+    small_model: Path,
+    tmp_path: Path,
+    package: Path,
+) -> None:
+    for annex in annexes:
+        annex.delete(package)
+    flags = ("--startup-profile-seconds", "0", *flags)
+    server = deployment.Deployment(small_model, tmp_path, *flags)
+    # Another one than this process has: no server is forked that has imported the original.
+    server.environment["PYTHONPATH"] = str(package.parent)
+    with server, server.client() as client:
+        done = completed(client, deployment.create(client, deployment.lines(2)).id)
+        assert sorted(texts(done)) == ["id-0", "id-1"]
+        config = server.status()["replicas"][0]["config"]
+        assert "kv_checkpoint" in config
+        assert "kv_move_dir" not in config, "it is not the copy that runs"
