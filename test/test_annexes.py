@@ -1,9 +1,13 @@
-"""Each annex can be deleted: the rest starts without its folder, and serves a batch."""
+"""Each annex can be deleted: the rest starts without its folder, and serves what is left to it."""
 
 from __future__ import annotations
 
 import ast
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +20,12 @@ from batch.scenarios import lines
 from batch.scripted_backend import tokens_of
 from calls import call, client_of
 from fleet.gateway_process import EngineThread, gateway
+from sglang_coserve.local_server import LocalServer
 
 PACKAGE = Path(sglang_coserve.__file__).parent
+
+
+READY_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,40 @@ ANNEXES = (
 )
 
 
+@dataclass(frozen=True)
+class Part:
+    """An annex of the engine, registered in ``srt/optional_parts.py``."""
+
+    folder: str
+    kind: str
+    """The class that is imported and registered."""
+
+    stand_in: str
+    """Takes its place."""
+
+    def delete(self, package: Path) -> None:
+        shutil.rmtree(package / self.folder)
+        path = package / "srt" / "optional_parts.py"
+        text = path.read_text()
+        (imported,) = re.findall(rf"^from .* import {self.kind}\n", text, re.MULTILINE)
+        registered = re.compile(rf"\] = {self.kind}\b")
+        rest = text.replace(imported, "")
+        assert len(registered.findall(rest)) == 1
+        path.write_text(registered.sub(f"] = {self.stand_in}", rest))
+
+
+KV_CHECKPOINT = Part("srt/kv_checkpoint", "CheckpointSetup", "KvStoreSetup")
+EMULATION = Part("srt/emulation", "EmulatedGpu", "Platform")
+CPU = Part("srt/cpu", "Cpu", "Platform")
+
+
+def copied(directory: Path) -> Path:
+    """A copy of the package below ``directory``."""
+    package = directory / "python" / PACKAGE.name
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    return package
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineThread]:
     with EngineThread() as engine:
@@ -82,8 +124,7 @@ def engine() -> Iterator[EngineThread]:
 def test_the_rest_serves_batches_without_it(
     annex: Annex, engine: EngineThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "python" / PACKAGE.name
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    package = copied(tmp_path)
     annex.delete(package)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     with gateway(tmp_path, "--engine", engine.url) as server, client_of(server) as client:
@@ -93,3 +134,43 @@ def test_the_rest_serves_batches_without_it(
             answer = call(server, method, path)
             assert answer.status_code == 404
             assert answer.json()["error"]["message"]
+
+
+def test_an_engine_serves_both_classes_without_its_parts(small_model: Path, tmp_path: Path) -> None:
+    package = copied(tmp_path)
+    for part in (KV_CHECKPOINT, EMULATION):
+        part.delete(package)
+    server = LocalServer(
+        [
+            *("--model-path", str(small_model), "--startup-profile-seconds", "0"),
+            *("--coserve-data-dir", str(tmp_path / "data")),
+        ],
+        log_path=tmp_path / "server.log",
+        ready_timeout_s=READY_S,
+        extra_env={"PYTHONPATH": str(package.parent)},
+    )
+    with server, client_of(server) as client:
+        answer = client.completions.create(model="", prompt="here", max_tokens=4)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 4
+        done = completed(client, create(client, lines(2, max_tokens=4)).id)
+        assert done.keys() == {"id-1", "id-2"}
+        status = call(server, "GET", "/coserve/status").json()
+        assert status["emulated"] is None
+        assert status["replicas"][0]["kv_checkpoint"] == {"mode": "off"}
+
+
+def run(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=READY_S)
+
+
+def test_without_emulation_its_flag_is_refused(tmp_path: Path) -> None:
+    package = copied(tmp_path)
+    EMULATION.delete(package)
+    make = ("-m", "sglang_coserve", "make-model", str(tmp_path / "model"))
+    assert run(package, *make).returncode == 0
+    refused = run(package, *make, "--emulate", "llama-3.1-8b")
+    assert refused.returncode == 2
+    assert "--emulate: this installation has no emulated GPU" in refused.stderr

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
+from sglang_coserve.srt.cpu.platform import Cpu
+from sglang_coserve.srt.emulation.platform import EmulatedGpu
 from sglang_coserve.srt.kv_checkpoint.setup import CheckpointSetup
 from sglang_coserve.srt.kv_store import KvStoreSetup
+from sglang_coserve.srt.platform import Gpu, Platform
 
 KV_STORE: Final[KvStoreSetup] = CheckpointSetup()
 """With ``KvStoreSetup()`` there is no store: KV of requests that gave way is computed again."""
+
+EMULATED: Final[type[Platform]] = EmulatedGpu
+"""With ``Platform`` nothing is emulated, and ``--emulate`` is refused."""
+
+CPU: Final[type[Platform]] = Cpu
+"""With ``Platform`` SGLang computes on GPUs alone, and nothing is emulated either."""
+
+
+def platform_for(model: Path | None) -> Platform:
+    """Return the first platform that serves a model; see ``Platform.serving``.
+
+    Raises:
+        InputFileError, ConfigError: see ``Platform.serving``.
+    """
+    platforms = (kind.serving(model) for kind in (EMULATED, CPU, Gpu))
+    return next(found for found in platforms if found is not None)

@@ -20,8 +20,6 @@ from sglang_coserve.guard.install import install_in_scheduler
 from sglang_coserve.guard.process_health import freeze_imports
 from sglang_coserve.logs import json_formatter, log_settings
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.cpu import defaults as cpu
-from sglang_coserve.srt.cpu.replacements import install_replacements
 from sglang_coserve.terminal import tell
 
 REFUSED: Final = 2
@@ -35,14 +33,13 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process with ``CoserveScheduler``; takes SGLang's arguments."""
     from sglang.srt.managers import scheduler as sglang_scheduler
 
-    from sglang_coserve.srt.optional_parts import KV_STORE
+    from sglang_coserve.srt.optional_parts import KV_STORE, platform_for
     from sglang_coserve.srt.scheduler.scheduler import config_of
 
-    on_cpu = not cpu.has_cuda()
-    if on_cpu:
-        install_replacements()
+    platform = platform_for(None)
+    platform.install_replacements()
     install_in_scheduler(compat.logit_processors)
-    KV_STORE.register(config_of(server_args), on_cpu=on_cpu)
+    KV_STORE.register(config_of(server_args), on_cpu=platform.on_cpu)
     compat.replace("sglang.srt.managers.scheduler.Scheduler", _make_scheduler)
     freeze_imports()
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)

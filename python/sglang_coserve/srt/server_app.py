@@ -31,11 +31,11 @@ from sglang_coserve.srt.marks.wanted_model import (
 )
 from sglang_coserve.srt.monitoring.exporter import ServerMetrics
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info
+from sglang_coserve.srt.platform import Platform
 from sglang_coserve.srt.routes.batch_api import add_batch_api, open_routes_warning, served
 from sglang_coserve.srt.routes.drain import Health, HealthMiddleware, Heartbeat
 from sglang_coserve.srt.routes.engine_routes import View, add_info_routes, add_load_route
 from sglang_coserve.srt.routes.probes import install_before_keys
-from sglang_coserve.srt.start_defaults import StartDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Lifespan:
         return entered
 
 
-def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) -> None:
+def install_in_app(http_server: Any, server_args: Any, platform: Platform) -> None:
     """Add our middleware and routes to SGLang's app, and a check before the port is opened."""
 
     async def status() -> dict[str, Any]:
@@ -125,7 +125,7 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
             "replicas": [state["coserve"] for state in states],
             "batch_api": await batch_api_status(app),
             "background": background.state(),
-            "emulated": defaults.emulated,
+            "emulated": platform.emulated,
         }
 
     app = http_server.app
@@ -173,7 +173,7 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
     ) -> None:
         logger.info(compat.start_up_line())
         open_routes = open_routes_warning(server_args.api_key, server_args.admin_api_key)
-        for warning in (defaults.warning, open_routes):
+        for warning in (platform.warning, open_routes):
             if warning is not None:
                 logger.warning(warning)
         # Again, because another process may have taken the port while the model was loaded.
