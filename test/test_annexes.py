@@ -106,6 +106,12 @@ KV_CHECKPOINT = Part("srt/kv_checkpoint", "CheckpointSetup", "KvStoreSetup")
 EMULATION = Part("srt/emulation", "EmulatedGpu", "Platform")
 CPU = Part("srt/cpu", "Cpu", "Platform")
 
+WITHOUT_DEFAULTS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
+    *("--disable-overlap-schedule", "--max-total-tokens", "8192"),
+)
+"""Flags with which SGLang itself serves the small model on a CPU."""
+
 
 def copied(directory: Path) -> Path:
     """A copy of the package below ``directory``."""
@@ -136,21 +142,23 @@ def test_the_rest_serves_batches_without_it(
             assert answer.json()["error"]["message"]
 
 
-def test_an_engine_serves_both_classes_without_its_parts(small_model: Path, tmp_path: Path) -> None:
+def test_an_engine_serves_both_classes_without_any_part(small_model: Path, tmp_path: Path) -> None:
     package = copied(tmp_path)
-    for part in (KV_CHECKPOINT, EMULATION):
+    for part in (KV_CHECKPOINT, EMULATION, CPU):
         part.delete(package)
     server = LocalServer(
         [
             *("--model-path", str(small_model), "--startup-profile-seconds", "0"),
-            *("--coserve-data-dir", str(tmp_path / "data")),
+            *("--coserve-data-dir", str(tmp_path / "data"), *WITHOUT_DEFAULTS),
         ],
         log_path=tmp_path / "server.log",
         ready_timeout_s=READY_S,
-        extra_env={"PYTHONPATH": str(package.parent)},
+        extra_env={"PYTHONPATH": str(package.parent), "SGLANG_USE_CPU_ENGINE": "1"},
     )
     with server, client_of(server) as client:
-        answer = client.completions.create(model="", prompt="here", max_tokens=4)
+        answer = client.completions.create(
+            model=client.models.list().data[0].id, prompt="here", max_tokens=4
+        )
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 4
         done = completed(client, create(client, lines(2, max_tokens=4)).id)

@@ -32,7 +32,7 @@ class Platform:
     """The model by which emulated steps take time; None: nothing is emulated."""
 
     @classmethod
-    def serving(cls, model: Path | None) -> Self | None:  # noqa: ARG003
+    def serving(cls, model: Path | None) -> Self | None:
         """Return the platform that serves a model directory, or a model that is not known yet.
 
         None: another platform serves it.
@@ -53,7 +53,7 @@ class Platform:
             return None
         return f"EMULATED: no GPU computes here, and figures are not of one: {self.emulated}"
 
-    def cores_for(self, server_args: Any) -> AbstractContextManager[None]:  # noqa: ARG002
+    def cores_for(self, server_args: Any) -> AbstractContextManager[None]:
         """Return the context in which to start the ranks."""
         return nullcontext()
 
@@ -66,13 +66,13 @@ class Platform:
     @classmethod
     def imitating(
         cls,
-        model: str,  # noqa: ARG003
-        hardware: str,  # noqa: ARG003
+        model: str,
+        hardware: str,
         *,
-        tp_size: int = 1,  # noqa: ARG003
-        latency: LatencyProfile | None = None,  # noqa: ARG003
-        slow_spells: str | None = None,  # noqa: ARG003
-        **variation: Any,  # noqa: ARG003
+        tp_size: int = 1,
+        latency: LatencyProfile | None = None,
+        slow_spells: str | None = None,
+        **variation: Any,
     ) -> Self:
         """Return the platform on which a model takes the time of some hardware.
 
@@ -108,6 +108,6 @@ class Gpu(Platform):
     """GPUs, on which SGLang starts as it is."""
 
     @classmethod
-    def serving(cls, model: Path | None) -> Self:  # noqa: ARG003
+    def serving(cls, model: Path | None) -> Self:
         """Return the platform, which serves every model."""
         return cls()
