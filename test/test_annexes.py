@@ -105,6 +105,7 @@ class Part:
 KV_CHECKPOINT = Part("srt/kv_checkpoint", "CheckpointSetup", "KvStoreSetup")
 EMULATION = Part("srt/emulation", "EmulatedGpu", "Platform")
 CPU = Part("srt/cpu", "Cpu", "Platform")
+GUARD = Part("guard", "Guard", "RequestGuard")
 
 WITHOUT_DEFAULTS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
@@ -144,7 +145,7 @@ def test_the_rest_serves_batches_without_it(
 
 def test_an_engine_serves_both_classes_without_any_part(small_model: Path, tmp_path: Path) -> None:
     package = copied(tmp_path)
-    for part in (KV_CHECKPOINT, EMULATION, CPU):
+    for part in (KV_CHECKPOINT, EMULATION, CPU, GUARD):
         part.delete(package)
     server = LocalServer(
         [

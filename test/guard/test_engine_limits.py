@@ -10,7 +10,8 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.engine_limits import check_request
-from sglang_coserve.guard.request_fields import FIELDS, PARAMS, Bound
+from sglang_coserve.guard.request_fields import FIELDS, PARAMS
+from sglang_coserve.number_bounds import Bound
 
 OF_GENERATION, OF_EMBEDDINGS = (
     {field.name for field in dataclasses.fields(kind)}

@@ -22,16 +22,16 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.flags import refuse
 from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import StartupError
-from sglang_coserve.guard.process_health import (
-    expect_end_of_processes,
-    freeze_start_up_objects,
-)
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
 from sglang_coserve.srt.monitoring.told_settings import told
 from sglang_coserve.srt.optional_parts import KV_STORE
 from sglang_coserve.srt.platform import Platform
+from sglang_coserve.srt.process_health import (
+    expect_end_of_processes,
+    freeze_start_up_objects,
+)
 from sglang_coserve.srt.start_defaults import (
     ANYWHERE,
     check_settings,

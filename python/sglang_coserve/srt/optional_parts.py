@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from sglang_coserve.guard.setup import Guard
+from sglang_coserve.request_guard import RequestGuard
 from sglang_coserve.srt.cpu.platform import Cpu
 from sglang_coserve.srt.emulation.platform import EmulatedGpu
 from sglang_coserve.srt.kv_checkpoint.setup import CheckpointSetup
@@ -19,6 +21,9 @@ EMULATED: Final[type[Platform]] = EmulatedGpu
 
 CPU: Final[type[Platform]] = Cpu
 """With ``Platform`` SGLang computes on GPUs alone, and nothing is emulated either."""
+
+GUARD: Final[RequestGuard] = Guard()
+"""With ``RequestGuard()`` no request is checked: for servers whose clients are all trusted."""
 
 
 def platform_for(model: Path | None) -> Platform:
