@@ -1,9 +1,13 @@
-"""Each annex can be deleted: the rest starts without its folders, and serves a batch."""
+"""Each annex can be deleted: the rest starts without its folders, and serves what is left to it."""
 
 from __future__ import annotations
 
 import ast
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +20,7 @@ from batch.scenarios import lines
 from batch.scripted_backend import tokens_of
 from calls import call, client_of
 from fleet.gateway_process import EngineThread, gateway
-from srt.batch_server import deployment
+from sglang_coserve.local_server import LocalServer
 
 PACKAGE = Path(sglang_coserve.__file__).parent
 
@@ -46,11 +50,12 @@ class Annex:
 
 def _unregister(path: Path, name: str, stand_in: str | None) -> None:
     before = path.read_text().splitlines(keepends=True)
-    naming = [number for number, line in enumerate(before) if name in line.split("#")[0]]
+    word = re.compile(rf"\b{name}\b")
+    naming = [number for number, line in enumerate(before) if word.search(line.split("#")[0])]
     assert len(naming) == 2, "registered by its import and one line"
     after = before.copy()
     after[naming[0]] = ""
-    after[naming[1]] = "" if stand_in is None else before[naming[1]].replace(name, stand_in)
+    after[naming[1]] = "" if stand_in is None else word.sub(stand_in, before[naming[1]])
     path.write_text("".join(after))
 
 
@@ -86,6 +91,16 @@ KV_CHECKPOINTS = Annex(
     {"CheckpointSetup": "KvStoreSetup"},
 )
 """Pools go before them: moved KV comes from their host pages."""
+
+EMULATION = Annex(
+    ("srt/emulation",),
+    {"srt/optional_parts.py": "EmulatedGpu"},
+    {"EmulatedGpu": "Platform"},
+)
+CPU = Annex(("srt/cpu",), {"srt/optional_parts.py": "Cpu"}, {"Cpu": "Platform"})
+"""Goes with the emulation, which builds on it."""
+
+GUARD = Annex(("guard",), {"srt/optional_parts.py": "Guard"}, {"Guard": "RequestGuard"})
 
 ANNEXES = (
     Annex(("ray",)),
@@ -143,29 +158,74 @@ def test_the_rest_serves_batches_without_it(
             assert answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("annexes", "flags"),
-    [
-        pytest.param((POOLS,), ("--kv-checkpoint", "eager"), id="core/pools"),
-        pytest.param((POOLS, KV_CHECKPOINTS), (), id="srt/kv_checkpoint", marks=pytest.mark.heavy),
-    ],
-)
-def test_an_engine_serves_batches_without_it(
-    annexes: tuple[Annex, ...],
-    flags: tuple[str, ...],
-    small_model: Path,
-    tmp_path: Path,
-    package: Path,
+def test_an_engine_keeps_its_checkpoints_without_pools(
+    small_model: Path, tmp_path: Path, package: Path
 ) -> None:
-    for annex in annexes:
-        annex.delete(package)
-    flags = ("--startup-profile-seconds", "0", *flags)
-    server = deployment.Deployment(small_model, tmp_path, *flags)
-    # Another one than this process has: no server is forked that has imported the original.
-    server.environment["PYTHONPATH"] = str(package.parent)
-    with server, server.client() as client:
-        done = completed(client, deployment.create(client, deployment.lines(2)).id)
-        assert sorted(texts(done)) == ["id-0", "id-1"]
-        config = server.status()["replicas"][0]["config"]
+    POOLS.delete(package)
+    with _server(small_model, tmp_path, package, "--kv-checkpoint", "eager") as server:
+        config = call(server, "GET", "/coserve/status").json()["replicas"][0]["config"]
         assert "kv_checkpoint" in config
         assert "kv_move_dir" not in config, "it is not the copy that runs"
+        _serves_a_batch(server)
+
+
+def test_an_engine_serves_both_classes_without_any_part(
+    small_model: Path, tmp_path: Path, package: Path
+) -> None:
+    for annex in (POOLS, KV_CHECKPOINTS, EMULATION, CPU, GUARD):
+        annex.delete(package)
+    with _server(small_model, tmp_path, package, *WITHOUT_DEFAULTS) as server:
+        with client_of(server) as client:
+            answer = client.completions.create(
+                model=client.models.list().data[0].id, prompt="here", max_tokens=4
+            )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 4
+        _serves_a_batch(server)
+        status = call(server, "GET", "/coserve/status").json()
+        assert status["emulated"] is None
+        assert status["replicas"][0]["kv_checkpoint"] == {"mode": "off"}
+
+
+WITHOUT_DEFAULTS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
+    *("--disable-overlap-schedule", "--max-total-tokens", "8192"),
+)
+"""Flags with which SGLang itself serves the small model on a CPU."""
+
+READY_S = 300.0
+
+
+def _server(model: Path, directory: Path, package: Path, *flags: str) -> LocalServer:
+    """A server of the copied package."""
+    return LocalServer(
+        [
+            *("--model-path", str(model), "--startup-profile-seconds", "0"),
+            *("--coserve-data-dir", str(directory / "data"), *flags),
+        ],
+        log_path=directory / "server.log",
+        ready_timeout_s=READY_S,
+        # No server with another path is forked from a process that has imported the original.
+        extra_env={"PYTHONPATH": str(package.parent), "SGLANG_USE_CPU_ENGINE": "1"},
+    )
+
+
+def _serves_a_batch(server: LocalServer) -> None:
+    with client_of(server) as client:
+        done = completed(client, create(client, lines(2, max_tokens=4)).id)
+    assert done.keys() == {"id-1", "id-2"}
+
+
+def test_without_emulation_its_flag_is_refused(tmp_path: Path, package: Path) -> None:
+    EMULATION.delete(package)
+    make = ("-m", "sglang_coserve", "make-model", str(tmp_path / "model"))
+    assert _run(package, *make).returncode == 0
+    refused = _run(package, *make, "--emulate", "llama-3.1-8b")
+    assert refused.returncode == 2
+    assert "--emulate: this installation has no emulated GPU" in refused.stderr
+
+
+def _run(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=READY_S)

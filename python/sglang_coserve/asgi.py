@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
 from secrets import compare_digest
 from typing import Any, ClassVar, Final
@@ -22,6 +23,28 @@ ENGINE_PATHS: Final = (
 )
 """Routes that bring requests to SGLang's engine, but for the WebSocket /v1/realtime: what it brings
 is online."""
+
+ROUTE_VARIABLES: Final = {
+    "SGLANG_OLLAMA_CHAT_ROUTE": "/api/chat",
+    "SGLANG_OLLAMA_GENERATE_ROUTE": "/api/generate",
+    "SGLANG_OLLAMA_TAGS_ROUTE": "/api/tags",
+    "SGLANG_OLLAMA_SHOW_ROUTE": "/api/show",
+    "SGLANG_OLLAMA_ROOT_ROUTE": "/",
+    "AIP_PREDICT_ROUTE": "/vertex_generate",
+}
+"""Variables of the environment with other paths for these routes of SGLang's."""
+
+
+def known_paths(paths: Iterable[str]) -> Iterator[str]:
+    """Yield the paths, and the paths that the environment names in their place."""
+    for path in paths:
+        yield path
+        yield from (
+            os.environ[name]
+            for name, usual in ROUTE_VARIABLES.items()
+            if usual == path and name in os.environ
+        )
+
 
 IDLE_CONNECTION_S: Final = 120
 """Time for which a server and a gateway keep an idle connection. Routers and clients keep theirs

@@ -11,7 +11,8 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, S
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.engine_limits import ModelLimits, check_request, check_values
-from sglang_coserve.guard.request_fields import FIELDS, PARAMS, Bound
+from sglang_coserve.guard.request_fields import FIELDS, PARAMS
+from sglang_coserve.number_bounds import Bound
 
 OF_GENERATION, OF_EMBEDDINGS = (
     {field.name for field in dataclasses.fields(kind)}

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_coserve.guard.process_health import is_stop_asked
+from sglang_coserve.srt.process_health import is_stop_asked
 from sglang_coserve.srt.tokenizer.tokenizer_manager import WeightUpdates
 
 DYING = """
 import faulthandler, os, signal, sys
 from pathlib import Path
-from sglang_coserve.guard.process_health import fatal_signals_recorded_in
+from sglang_coserve.srt.process_health import fatal_signals_recorded_in
 
 with fatal_signals_recorded_in(Path(sys.argv[1])):
     if sys.argv[2] == "SIGSEGV":

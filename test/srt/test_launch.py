@@ -27,7 +27,7 @@ from sglang_coserve.local_server import free_port
 from sglang_coserve.srt import compat, launch
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, STRICT_PATHS
 from sglang_coserve.srt.profiling import latency_source
-from sglang_coserve.srt.start_defaults import start_defaults
+from sglang_coserve.srt.start_defaults import set_up_platform
 from web_server import Call, web_server
 
 COMMAND = (sys.executable, "-m", "sglang_coserve.launch_server", "--host", "127.0.0.1")
@@ -57,7 +57,7 @@ def test_the_environment_is_set_before_sglang_is_imported(
         "def seen(model_path):\n"
         "    print(model_path, 'sglang.srt' in sys.modules)\n"
         "    raise SystemExit\n"
-        "launch.start_defaults = seen\n"
+        "launch.set_up_platform = seen\n"
         f"launch.launch_server(['--settings', {str(settings)!r}])\n"
     )
     done = subprocess.run(
@@ -71,10 +71,10 @@ def test_an_idle_connection_is_kept_for_longer_than_routers_keep_it(
 ) -> None:
     name = "SGLANG_TIMEOUT_KEEP_ALIVE"
     monkeypatch.setenv(name, "7")
-    start_defaults(None)
+    set_up_platform(None)
     assert os.environ[name] == "7"
     monkeypatch.delenv(name)
-    start_defaults(None)
+    set_up_platform(None)
     assert os.environ[name] == "120"
 
 
@@ -98,7 +98,7 @@ def test_flags_are_parsed_again_and_again_and_leave_sglang_as_it_was(small_model
     before = dict(vars(ServerArgs))
     for ttft_ms in (100.0, 200.0):
         argv = ["--model-path", str(small_model), "--slo-ttft-ms", str(ttft_ms)]
-        server_args = launch.parse_server_args(argv, start_defaults(None))
+        server_args = launch.parse_server_args(argv, set_up_platform(None))
         assert server_args._coserve.slo_ttft_ms == ttft_ms
         assert compat.settings_of(server_args).attention_backend == "torch_native"
     after = vars(ServerArgs)
@@ -117,7 +117,7 @@ def test_a_file_may_have_every_flag_of_ours_and_of_sglang(
     monkeypatch.setenv("COSERVE_SERVED_MODEL_NAME", "m")
     names = launch._flag_names()
     argv = Settings(["--settings", str(file), "--port", "4321"], "serve").command_line(names)
-    server_args = launch.parse_server_args(argv, start_defaults(None))
+    server_args = launch.parse_server_args(argv, set_up_platform(None))
     settings = compat.settings_of(server_args)
     assert (server_args.port, settings.served_model_name) == (4321, "m")
     assert settings.enable_metrics
@@ -360,7 +360,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("name", ["small-modle", "org/modle"])
 def test_a_name_that_is_no_model_is_told_at_once(hub: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"--model-path {name}: .* shows no such model"):
-        start_defaults(name)
+        set_up_platform(name)
 
 
 def test_a_model_that_the_hub_or_the_cache_has_goes_on_to_sglang(
@@ -368,17 +368,17 @@ def test_a_model_that_the_hub_or_the_cache_has_goes_on_to_sglang(
 ) -> None:
     from huggingface_hub import constants
 
-    start_defaults("org/model")
+    set_up_platform("org/model")
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ConfigError, match="cannot be reached"):
-        start_defaults("org/model")
+        set_up_platform("org/model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
-        start_defaults("org/model")
+        set_up_platform("org/model")
     kept = hub / "models--org--model" / "snapshots" / "0"
     kept.mkdir(parents=True)
     (kept / "config.json").touch()
-    start_defaults("org/model")
+    set_up_platform("org/model")
 
 
 def test_a_route_that_refuses_unknown_fields_is_known_to() -> None:

@@ -17,13 +17,13 @@ import pytest
 from batch.route_calls import completed, create
 from calls import call, client_of, get
 from guard.test_output_parsers import SLOW
+from sglang_coserve.asgi import known_paths
 from sglang_coserve.guard.route_table import (
     DECISIONS,
     Caller,
     RouteGate,
     decide,
     decision_on,
-    known_paths,
     leaves,
 )
 from sglang_coserve.local_server import LocalServer

@@ -80,29 +80,23 @@ def make_model(
         say(f"written: {make_small_model(directory, spec)}")
         return
     from sglang_coserve.profiler.fits import load_profile
-    from sglang_coserve.srt.emulation.model_directory import (
-        CONTEXT_TOKENS,
-        make_emulated_model,
-        stock_command,
-    )
-    from sglang_coserve.srt.emulation.settings import Emulation, SlowSpells
+    from sglang_coserve.srt.optional_parts import EMULATED
 
-    emulation = Emulation.of(
+    platform = EMULATED.imitating(
         flags.emulate,
         flags.hardware,
         tp_size=flags.tp,
         latency=load_profile(flags.profile) if flags.profile else None,
+        slow_spells=flags.slow_spells,
         noise=flags.noise,
         model_error=flags.model_error,
-        slow_spells=None if flags.slow_spells is None else SlowSpells.parse(flags.slow_spells),
         prefill_launch_s=1e-3 * flags.prefill_launch_ms,
         seed=flags.seed,
     )
-    context = CONTEXT_TOKENS if flags.context is None else flags.context
-    made = make_emulated_model(directory, emulation, vocab=flags.vocab, context=context)
-    say(f"written: {made}, which is {emulation.name}: no GPU, figures are emulated")
-    say(f"to serve it: python -m sglang_coserve.launch_server --model-path {made}")
-    say(f"stock SGLang: {stock_command(made)}")
+    command = platform.make_model(directory, vocab=flags.vocab, context=flags.context)
+    say(f"written: {directory}, which is {platform.emulated}: no GPU, figures are emulated")
+    say(f"to serve it: python -m sglang_coserve.launch_server --model-path {directory}")
+    say(f"stock SGLang: {command}")
 
 
 PROFILE_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -33,12 +33,8 @@ from sglang_coserve.demo.verdict import sentence
 from sglang_coserve.errors import ConfigError, InputFileError, path_errors, require
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from sglang_coserve.srt.emulation.model_directory import (
-    CONTEXT_TOKENS,
-    make_emulated_model,
-    read_emulation,
-)
-from sglang_coserve.srt.emulation.settings import Emulation
+from sglang_coserve.srt.optional_parts import EMULATED, platform_for
+from sglang_coserve.srt.platform import Platform
 from sglang_coserve.terminal import printable, terminate_as_interrupt
 from sglang_coserve.workload.shape import RESERVED_TOKENS, fit_to_context, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
@@ -125,8 +121,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         KeyboardInterrupt: on SIGINT or SIGTERM, after the server has ended.
     """
     require("plot", "timeline.png")  # It is drawn last.
-    emulation = _emulation(options)
-    bundled = _CPU_SCALE if emulation is None else _gpu_scale(emulation)
+    platform = _platform(options)
+    bundled = _scale(platform)
     trace, trace_scale = _given(options.trace, "online", bundled)
     offline, offline_scale = _given(options.offline, "offline", bundled)
     repeated(offline, {}, lines_in_one=offline_scale.lines_in_one)  # What is wrong is told now.
@@ -136,9 +132,11 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     options.out.mkdir(parents=True, exist_ok=True)
     with terminate_as_interrupt():
         with console.status("making a model"):
-            model = options.model or _make_model(options.out, emulation)
-        if emulation is not None:
-            console.print(f"{emulation.name}: no GPU computes here, and all figures are emulated")
+            model = options.model or _make_model(options.out, platform)
+        if platform.emulated is not None:
+            console.print(
+                f"{platform.emulated}: no GPU computes here, and all figures are emulated"
+            )
         context_tokens, vocab_size = _limits(model)
         requests, cut = fit_to_context(requests, context_tokens - RESERVED_TOKENS)
         online = f"online: {trace.name}, first {options.window_s:g} s{trace_scale}: {cut}"
@@ -155,8 +153,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
                 options, model, requests, vocab_size, offline, lines_in_one, progress, task
             )
             results = asyncio.run(measuring.all_of(groups))
-    name = None if emulation is None else emulation.name
-    result = DemoResult(tuple(results), options.targets, name)
+    result = DemoResult(tuple(results), options.targets, platform.emulated)
     as_text = json.dumps(as_json(result, sentence(result)), indent=2) + "\n"
     (options.out / "report.json").write_text(as_text)
     draw(result, options.out / "timeline.png")
@@ -253,15 +250,18 @@ class _Run:
         return [*flags, "--chunked-prefill-size", str(stock_chunk_tokens(self.model))]
 
 
-def _emulation(options: DemoOptions) -> Emulation | None:
+def _platform(options: DemoOptions) -> Platform:
     if options.emulate is not None:
-        return Emulation.of(_EMULATED_MODEL, options.emulate)
-    return None if options.model is None else read_emulation(options.model)
+        return EMULATED.imitating(_EMULATED_MODEL, options.emulate)
+    return platform_for(options.model)
 
 
-def _gpu_scale(emulation: Emulation) -> LoadScale:
+def _scale(platform: Platform) -> LoadScale:
+    if platform.latency_model is None:
+        return _CPU_SCALE
     sample = list(read_trace(sample_path("online")))
-    return LoadScale.for_device(sample, emulation.latency_model(), emulation.chunk_tokens)
+    chunk_tokens = platform.flags["chunked_prefill_size"]
+    return LoadScale.for_device(sample, platform.latency_model, chunk_tokens)
 
 
 def _given(
@@ -271,12 +271,12 @@ def _given(
     return (sample_path(name), bundled) if path is None else (path, LoadScale())
 
 
-def _make_model(folder: Path, emulation: Emulation | None) -> Path:
-    if emulation is None:
+def _make_model(folder: Path, platform: Platform) -> Path:
+    if platform.emulated is None:
         return make_small_model(folder / "model", _MODEL)
-    return make_emulated_model(
-        folder / emulation.name, emulation, vocab=_MODEL.vocab, context=CONTEXT_TOKENS
-    )
+    directory = folder / platform.emulated
+    platform.make_model(directory, vocab=_MODEL.vocab)
+    return directory
 
 
 def _empty_cache(base_url: str) -> None:

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.srt.cpu import defaults as cpu
-from sglang_coserve.srt.emulation.model_directory import read_emulation
+from sglang_coserve.srt.optional_parts import platform_for
 from sglang_coserve.srt.start_defaults import model_path_in
 
 
@@ -77,7 +76,8 @@ def stock_chunk_tokens(model: Path) -> int:
     With the demo's model on a CPU it is the best of 128 to 2,048 (tag ``measurements-1``), with
     Llama-3.1-8B on an emulated H100 better than 2,048.
     """
-    return 512 if cpu.has_cuda() or read_emulation(model) else 256
+    platform = platform_for(model)
+    return 256 if platform.on_cpu and platform.emulated is None else 512
 
 
 def module_of(flags: Sequence[str], *, is_ours: bool) -> str:
@@ -85,8 +85,8 @@ def module_of(flags: Sequence[str], *, is_ours: bool) -> str:
     if is_ours:
         return "sglang_coserve.launch_server"
     model_path = model_path_in(flags)
-    on_gpu = cpu.has_cuda() and not (model_path and read_emulation(Path(model_path)))
-    return "sglang.launch_server" if on_gpu else "sglang_coserve.srt.stock_server"
+    platform = platform_for(Path(model_path) if model_path else None)
+    return "sglang_coserve.srt.stock_server" if platform.on_cpu else "sglang.launch_server"
 
 
 def make_server(

@@ -1,6 +1,7 @@
 """Keeps one client's request from stopping the server, or its event loop, for the others.
 
-It knows SGLang, and nothing else of co-serving. ``install`` puts it in place.
+It knows SGLang, and nothing else of co-serving. An annex: ``setup`` is registered in
+``srt.optional_parts``, and docs/security.md describes it. ``install`` puts it in place.
 
 - ``bodies``: HTTP: bytes, bodies.
 - ``threaded_handlers``: what is rendered and tokenized beside the event loop.
@@ -8,5 +9,4 @@ It knows SGLang, and nothing else of co-serving. ``install`` puts it in place.
 - ``tokenizer_manager``: where all requests pass, and these are called.
 - ``grammars``, ``grammar_process``: the grammar that its output is to have.
 - ``sampling``: what a request's logits may do to the others of its batch; its seed.
-- ``process_health``: what ends the processes, and what stops them for a while.
 """

@@ -37,7 +37,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sglang_coserve.asgi import is_form, openai_error, replay, route_path, send_error
 from sglang_coserve.guard.chat_fields import CHAT_FIELDS
-from sglang_coserve.guard.told_faults import told_faults
 from sglang_coserve.jsonl.body_limits import (
     BodyLimits,
     BodyMeter,
@@ -46,6 +45,7 @@ from sglang_coserve.jsonl.body_limits import (
     TextCheck,
     mended_json,
 )
+from sglang_coserve.told_faults import told_faults
 
 # --- How large a body may be -----------------------------------------------------------------
 

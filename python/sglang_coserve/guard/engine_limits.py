@@ -13,7 +13,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
-from numbers import Real
 from typing import Any, Final, NamedTuple
 
 import numpy
@@ -25,27 +24,11 @@ from sglang_coserve.guard.request_fields import (
     OPTION,
     OPTIONS,
     PARAMS,
-    Bound,
     Rule,
 )
 from sglang_coserve.guard.sizes import add_logprobs
 from sglang_coserve.guard.stop_patterns import check_stop_patterns
-
-
-def check_number(name: str, value: object, bound: Bound) -> None:
-    """Check the value of the field ``name``, which must not be null.
-
-    Raises:
-        RequestError: it is no number, or out of bounds.
-    """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    is_within = is_number and bound.least <= value <= bound.most  # type: ignore[operator]
-    if is_within and not (bound.is_whole and value % 1):  # type: ignore[operator]
-        return
-    number = "a whole number" if bound.is_whole else "a number"
-    of = f" of {bound.unit}" if bound.unit else ""
-    ends = f"{_told(bound.least)} to {_told(bound.most)}"
-    raise RequestError(f"{name} is {excerpt(value)}: use {number}{of}, {ends}")
+from sglang_coserve.number_bounds import Bound, check_number, excerpt
 
 
 def check_options(name: str, value: object) -> None:
@@ -62,17 +45,6 @@ def check_options(name: str, value: object) -> None:
             check_options(name, one)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         check_number(name[:64], value, OPTIONS.get(name, OPTION))
-
-
-def excerpt(value: object) -> str:
-    """Return the text of a value for an error message, in at most 41 characters."""
-    # Python refuses to convert a huge integer to decimal digits.
-    text = hex(value) if isinstance(value, int) and abs(value) > 2**70 else repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
-
-
-def _told(end: float) -> str:
-    return str(end) if isinstance(end, int) else f"{end:g}"
 
 
 _OF_PROCESSORS: Final = ("video_config", "images_config", "mm_processor_kwargs")

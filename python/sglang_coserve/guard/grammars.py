@@ -22,7 +22,7 @@ from typing import Any, Final
 from cachetools import LRUCache
 
 from sglang_coserve.guard.grammar_process import GrammarSettings
-from sglang_coserve.guard.replacements import replace
+from sglang_coserve.replacements import replace
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sglang_coserve.asgi import UnreadBodyMiddleware
 from sglang_coserve.guard.bodies import (
     RequestGateMiddleware,
     body_limits,
@@ -35,13 +34,11 @@ def install_in_server(
     app = http_server.app
     trust_templates(are_trusted=trusts_templates)
     install_paced_protocol()
-    # The last one runs first.
     app.add_middleware(
         RequestGateMiddleware,
         limits=lambda: body_limits(http_server._global_state.tokenizer_manager),
         free_prefixes=free_prefixes,
     )
-    app.add_middleware(UnreadBodyMiddleware)
     install_fail_fast(app)
     install_fail_fast_chats()
     install_body_errors(app)

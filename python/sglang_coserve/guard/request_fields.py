@@ -9,17 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
-
-class Bound(NamedTuple):
-    """The values that a field may have, both ends included."""
-
-    least: float
-    most: float
-    unit: str = ""
-    is_whole: bool = False
-    """Only whole numbers."""
+from sglang_coserve.number_bounds import Bound
 
 
 class Rule(Enum):

@@ -7,20 +7,19 @@ table names. ``RouteGate`` then refuses what the app has no route for, before SG
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_coserve.asgi import (
     ENGINE_PATHS,
     bearer_key,
     is_same_key,
+    known_paths,
     openai_error,
     route_path,
     send_json,
@@ -28,16 +27,6 @@ from sglang_coserve.asgi import (
 from sglang_coserve.errors import RequestError
 
 logger = logging.getLogger(__name__)
-
-ROUTE_VARIABLES: Final = {
-    "SGLANG_OLLAMA_CHAT_ROUTE": "/api/chat",
-    "SGLANG_OLLAMA_GENERATE_ROUTE": "/api/generate",
-    "SGLANG_OLLAMA_TAGS_ROUTE": "/api/tags",
-    "SGLANG_OLLAMA_SHOW_ROUTE": "/api/show",
-    "SGLANG_OLLAMA_ROOT_ROUTE": "/",
-    "AIP_PREDICT_ROUTE": "/vertex_generate",
-}
-"""Variables of the environment with other paths for these routes of SGLang's."""
 
 
 class Caller(Enum):
@@ -174,17 +163,6 @@ def decision_on(path: str) -> Decision | None:
     return _BY_PATH.get(path)
 
 
-def known_paths(paths: Iterable[str]) -> Iterator[str]:
-    """Yield the paths, and the paths that the environment names in their place."""
-    for path in paths:
-        yield path
-        yield from (
-            os.environ[name]
-            for name, usual in ROUTE_VARIABLES.items()
-            if usual == path and name in os.environ
-        )
-
-
 _BY_PATH: Final[Mapping[str, Decision]] = {
     path: decision for decision in DECISIONS for path in known_paths(decision.paths)
 }
@@ -218,37 +196,6 @@ def decide(app: Any, *, has_admin_key: bool) -> None:
         route.endpoint._auth_level = levels.get(decision.caller, AuthLevel.NORMAL)
         kept.append(route)
     app.router.routes[:] = kept
-
-
-def order_middleware(app: Any) -> None:
-    """Let middlewares run in order, whenever SGLang adds its own.
-
-    SGLang's metrics see no request that ``RouteGate`` does not let through. Middlewares that are
-    ``is_before_keys`` run before SGLang's check of keys, which is added when the server starts. A
-    browser's question what it may send (``OPTIONS``) has an answer at any path. It is answered
-    first, outside of the gate and of the metrics.
-    """
-    build_stack = app.build_middleware_stack
-
-    def build_in_order() -> ASGIApp:
-        # SGLang 0.5.17 adds its metrics after all of ours. The first one runs first, and sorting
-        # keeps the order of middlewares of one rank.
-        app.user_middleware.sort(key=_rank)
-        stack: ASGIApp = build_stack()
-        return stack
-
-    app.build_middleware_stack = build_in_order
-
-
-def _rank(middleware: Any) -> int:
-    if middleware.cls is CORSMiddleware:
-        return 0
-    if getattr(middleware.cls, "is_before_keys", False):
-        return 1
-    return 3 if middleware.cls.__module__ == _METRICS_MODULE else 2
-
-
-_METRICS_MODULE: Final = "sglang.srt.utils.http_middleware_patch"
 
 
 _OURS: Final = __name__.partition(".")[0] + "."

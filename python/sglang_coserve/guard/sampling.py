@@ -34,7 +34,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
-from sglang_coserve.guard.replacements import replace
+from sglang_coserve.replacements import replace
 
 logger = logging.getLogger(__name__)
 

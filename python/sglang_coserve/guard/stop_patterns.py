@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
-from sglang_coserve.guard.replacements import replace
+from sglang_coserve.replacements import replace
 
 _MOST_STATES: Final = 500
 """Positions of all patterns of a request, their repetitions expanded. At worst each is visited for

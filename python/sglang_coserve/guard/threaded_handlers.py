@@ -9,36 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from sglang_coserve.guard.bodies import body_bytes
+from sglang_coserve.thread_loop import thread_loop
 
 _T = TypeVar("_T")
-
-
-class _ThreadLoop:
-    """An event loop that runs functions for an executor at once, in the same thread."""
-
-    async def run_in_executor(
-        self, _executor: None, function: Callable[..., _T], *arguments: Any
-    ) -> _T:
-        return function(*arguments)
-
-
-_LOOP: Final[Any] = _ThreadLoop()
-
-
-@contextmanager
-def thread_loop() -> Iterator[None]:
-    """Set the stand-in loop, so that a coroutine that never really waits can run in this thread."""
-    asyncio._set_running_loop(_LOOP)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(None)
 
 
 def finished(function: Callable[..., Coroutine[Any, Any, _T]], *args: Any, **kwargs: Any) -> _T:

@@ -8,10 +8,9 @@ from typing import Any
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES, platform_for
 
-if not cpu.has_cuda():
-    cpu.set_environment_defaults()  # SGLang reads these when it is imported.
+platform_for(None).set_environment_defaults()  # SGLang reads these when it is imported.
 compat.check_version()
 
 from sglang.srt.entrypoints.engine import Engine  # noqa: E402
@@ -19,8 +18,11 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_coserve.srt import processes  # noqa: E402
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info  # noqa: E402
-from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES  # noqa: E402
-from sglang_coserve.srt.start_defaults import check_settings, start_defaults  # noqa: E402
+from sglang_coserve.srt.start_defaults import (  # noqa: E402
+    ANYWHERE,
+    check_settings,
+    set_up_platform,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +46,12 @@ class CoserveEngine(Engine):
 
     def __init__(self, *, coserve_config: CoserveConfig | None = None, **kwargs: Any) -> None:
         config = coserve_config or CoserveConfig()
-        defaults = start_defaults(kwargs.get("model_path"))
-        if defaults.warning is not None:
-            logger.warning(defaults.warning)
-        on_cpu = defaults.on_cpu
+        platform = set_up_platform(kwargs.get("model_path"))
+        if platform.warning is not None:
+            logger.warning(platform.warning)
+        on_cpu = platform.on_cpu
         if "server_args" not in kwargs:
-            kwargs = {**defaults.flags, **kwargs}
+            kwargs = {**ANYWHERE, **platform.flags, **kwargs}
             kwargs.setdefault("log_level", "error")
             kwargs.update(KV_STORE.server_settings(kwargs, config, on_cpu=on_cpu))
             kwargs.update(REQUEST_MOVES.server_settings(config))
@@ -58,7 +60,7 @@ class CoserveEngine(Engine):
         server_args._coserve = config
         check_settings(server_args, on_cpu=on_cpu)
         processes.watch_replicas()
-        with defaults.cores_for(server_args):
+        with platform.cores_for(server_args):
             super().__init__(**kwargs)
         states = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
         try:

@@ -15,9 +15,8 @@ from sglang_coserve.errors import CoserveError, ServerError, StartupError
 from sglang_coserve.profiler.fits import ProfiledMachine
 from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.cpu import defaults as cpu
-from sglang_coserve.srt.cpu.replacements import install_replacements
-from sglang_coserve.srt.start_defaults import model_path_in, start_defaults
+from sglang_coserve.srt.optional_parts import platform_for
+from sglang_coserve.srt.start_defaults import model_path_in, set_up_platform
 
 
 class ExecutorProcesses:
@@ -36,19 +35,19 @@ class ExecutorProcesses:
 
     def __init__(self, argv: list[str]) -> None:
         compat.check_version()
-        defaults = start_defaults(model_path_in(argv))
+        platform = set_up_platform(model_path_in(argv))
         from sglang.srt.server_args import PortArgs
 
         from sglang_coserve.srt.launch import parse_server_args
 
-        server_args = parse_server_args(argv, defaults)
+        server_args = parse_server_args(argv, platform)
         compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
         compat.check_one_replica(compat.settings_of(server_args))
         port_args = PortArgs.init_new(server_args)
         context = multiprocessing.get_context("spawn")
         self._connections: list[Any] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        with defaults.cores_for(server_args):
+        with platform.cores_for(server_args):
             for tp_rank in range(server_args.tp_size):
                 connection, remote = context.Pipe()
                 process = context.Process(
@@ -132,6 +131,5 @@ def _start_scheduler(server_args: Any, port_args: Any, tp_rank: int) -> Any:
     """Return SGLang's scheduler with its model loaded, without running its event loop."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    if not cpu.has_cuda():
-        install_replacements()
+    platform_for(None).install_replacements()
     return compat.start_scheduler(Scheduler, server_args, port_args, tp_rank, configures=True)

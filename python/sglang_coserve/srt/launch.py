@@ -22,20 +22,21 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.flags import refuse
 from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import StartupError
-from sglang_coserve.guard.process_health import (
-    expect_end_of_processes,
-    freeze_start_up_objects,
-)
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
 from sglang_coserve.srt.monitoring.told_settings import told
 from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES
+from sglang_coserve.srt.platform import Platform
+from sglang_coserve.srt.process_health import (
+    expect_end_of_processes,
+    freeze_start_up_objects,
+)
 from sglang_coserve.srt.start_defaults import (
-    StartDefaults,
+    ANYWHERE,
     check_settings,
     model_path_in,
-    start_defaults,
+    set_up_platform,
 )
 from sglang_coserve.terminal import exit_status
 
@@ -60,12 +61,12 @@ def launch_server(argv: Sequence[str]) -> None:
     compat.check_version()
     # SGLang reads the environment when it is first imported, be it for its flags.
     settings = Settings(argv, "serve")
-    defaults = start_defaults(model_path_in(argv) or settings.one("model_path"))
-    server_args = parse_server_args(settings.command_line(_flag_names()), defaults)
+    platform = set_up_platform(model_path_in(argv) or settings.one("model_path"))
+    server_args = parse_server_args(settings.command_line(_flag_names()), platform)
     from sglang_coserve.srt.profiling.latency_source import check_profile
     from sglang_coserve.srt.routes.batch_api import check_batch_settings
 
-    args = check_settings(server_args, on_cpu=defaults.on_cpu)
+    args = check_settings(server_args, on_cpu=platform.on_cpu)
     check_profile(server_args._coserve, args.tp_size)
     check_batch_settings(server_args._coserve)
     provider_if_configured()  # Refuses what it cannot do.
@@ -73,10 +74,10 @@ def launch_server(argv: Sequence[str]) -> None:
     from sglang_coserve.srt import processes
 
     with processes.logs_as(server_args._coserve.log_format, server_args.log_level):
-        _launch(server_args, defaults)
+        _launch(server_args, platform)
 
 
-def _launch(server_args: Any, defaults: StartDefaults) -> None:
+def _launch(server_args: Any, platform: Platform) -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
@@ -93,10 +94,10 @@ def _launch(server_args: Any, defaults: StartDefaults) -> None:
 
     compat.log_settings_through(told)
     sys.setswitchinterval(_SWITCH_S)
-    install_in_app(http_server, server_args, defaults)
+    install_in_app(http_server, server_args, platform)
     processes.watch_replicas()
     try:
-        with defaults.cores_for(server_args):
+        with platform.cores_for(server_args):
             http_server.launch_server(
                 server_args,
                 init_tokenizer_manager_func=processes.init_tokenizer_manager,
@@ -119,7 +120,7 @@ def _launch(server_args: Any, defaults: StartDefaults) -> None:
         gc.unfreeze()
 
 
-def parse_server_args(argv: Sequence[str], defaults: StartDefaults) -> Any:
+def parse_server_args(argv: Sequence[str], platform: Platform) -> Any:
     """Return SGLang's ``ServerArgs`` for ``argv``, with our settings attached.
 
     Raises:
@@ -132,7 +133,7 @@ def parse_server_args(argv: Sequence[str], defaults: StartDefaults) -> Any:
 
     with compat.refusals_of_sglang():
         load_plugins()
-        with _our_flags(defaults):
+        with _our_flags(platform):
             server_args = prepare_server_args(list(argv))
         if not isinstance(getattr(server_args, "_coserve", None), CoserveConfig):
             raise StartupError(
@@ -154,7 +155,7 @@ def _flag_names() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def _our_flags(defaults: StartDefaults) -> Iterator[None]:
+def _our_flags(platform: Platform) -> Iterator[None]:
     """Patch ``ServerArgs``: its parser has our flags, its result our settings."""
     from sglang.srt.server_args import ServerArgs
 
@@ -165,7 +166,7 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
         add_cli_args(parser)
         CoserveConfig.add_cli_args(parser)
         parser.add_argument("--settings", metavar="FILE.toml", help="file of settings")
-        parser.set_defaults(**defaults.flags)
+        parser.set_defaults(**ANYWHERE, **platform.flags)
         parser.prog = "coserve serve"
         parser.epilog = (
             "Example: coserve serve --model-path MODEL --slo-ttft-ms 300 --slo-tpot-ms 50"
@@ -174,7 +175,7 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
 
     def from_with_ours(args: argparse.Namespace) -> Any:
         config = CoserveConfig.from_mapping(vars(args))
-        own = KV_STORE.server_settings(vars(args), config, on_cpu=defaults.on_cpu)
+        own = KV_STORE.server_settings(vars(args), config, on_cpu=platform.on_cpu)
         vars(args).update(own | REQUEST_MOVES.server_settings(config))
         server_args = from_cli_args(args)
         # ServerArgs refuses unknown public attributes; this one travels to every process.

@@ -16,12 +16,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from sglang_coserve.errors import ConfigError, CoserveError
-from sglang_coserve.guard.install import install_in_scheduler
-from sglang_coserve.guard.process_health import freeze_imports
 from sglang_coserve.logs import json_formatter, log_settings
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.cpu import defaults as cpu
-from sglang_coserve.srt.cpu.replacements import install_replacements
+from sglang_coserve.srt.process_health import freeze_imports
 from sglang_coserve.terminal import tell
 
 REFUSED: Final = 2
@@ -35,14 +32,13 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process with ``CoserveScheduler``; takes SGLang's arguments."""
     from sglang.srt.managers import scheduler as sglang_scheduler
 
-    from sglang_coserve.srt.optional_parts import KV_STORE
+    from sglang_coserve.srt.optional_parts import GUARD, KV_STORE, platform_for
     from sglang_coserve.srt.scheduler.scheduler import config_of
 
-    on_cpu = not cpu.has_cuda()
-    if on_cpu:
-        install_replacements()
-    install_in_scheduler(compat.logit_processors)
-    KV_STORE.register(config_of(server_args), on_cpu=on_cpu)
+    platform = platform_for(None)
+    platform.install_replacements()
+    GUARD.install_in_scheduler(compat.logit_processors)
+    KV_STORE.register(config_of(server_args), on_cpu=platform.on_cpu)
     compat.replace("sglang.srt.managers.scheduler.Scheduler", _make_scheduler)
     freeze_imports()
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
@@ -86,8 +82,8 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     """
     from sglang.srt.managers import data_parallel_controller
 
-    from sglang_coserve.guard.process_health import end_with_children
     from sglang_coserve.srt.monitoring.online_load import count_offline_in_snapshots
+    from sglang_coserve.srt.process_health import end_with_children
 
     end_with_children()
     count_offline_in_snapshots()

@@ -8,15 +8,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
+from sglang_coserve.asgi import UnreadBodyMiddleware
 from sglang_coserve.batch.api import BATCH_PREFIXES, missing_routes
 from sglang_coserve.batch.routes.caller import batch_api_status
 from sglang_coserve.batch.routes.view import Keys
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import CoserveError, StartupError
-from sglang_coserve.guard.install import install_in_server
-from sglang_coserve.guard.process_health import freeze_imports
-from sglang_coserve.guard.route_table import RouteGate, decide, order_middleware
 from sglang_coserve.http_lines.messages import LINES_PATH
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
@@ -31,11 +31,13 @@ from sglang_coserve.srt.marks.wanted_model import (
 )
 from sglang_coserve.srt.monitoring.exporter import ServerMetrics
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info
+from sglang_coserve.srt.optional_parts import GUARD
+from sglang_coserve.srt.platform import Platform
+from sglang_coserve.srt.process_health import freeze_imports
 from sglang_coserve.srt.routes.batch_api import add_batch_api, open_routes_warning, served
 from sglang_coserve.srt.routes.drain import Health, HealthMiddleware, Heartbeat
 from sglang_coserve.srt.routes.engine_routes import View, add_info_routes, add_load_route
 from sglang_coserve.srt.routes.probes import install_before_keys
-from sglang_coserve.srt.start_defaults import StartDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +116,7 @@ class Lifespan:
         return entered
 
 
-def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) -> None:
+def install_in_app(http_server: Any, server_args: Any, platform: Platform) -> None:
     """Add our middleware and routes to SGLang's app, and a check before the port is opened."""
 
     async def status() -> dict[str, Any]:
@@ -125,7 +127,7 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
             "replicas": [state["coserve"] for state in states],
             "batch_api": await batch_api_status(app),
             "background": background.state(),
-            "emulated": defaults.emulated,
+            "emulated": platform.emulated,
         }
 
     app = http_server.app
@@ -136,9 +138,7 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
         return model_names(http_server._global_state.tokenizer_manager)
 
     keys = {"api_key": server_args.api_key, "admin_api_key": server_args.admin_api_key}
-    decide(app, has_admin_key=bool(server_args.admin_api_key))
-    # Outside of what SGLang counts requests with.
-    app.add_middleware(RouteGate, api=app, **keys)
+    GUARD.close_routes(app, **keys)
     app.add_middleware(
         MarksMiddleware,
         offline_objectives=config.offline_objectives,
@@ -148,12 +148,13 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
     # The middleware added last runs first.
     app.add_middleware(WantedModelMiddleware, names=names)
     # Before our routes are there, which read little.
-    install_in_server(
+    GUARD.install_in_server(
         http_server,
         free_prefixes=(*BATCH_PREFIXES, LINES_PATH),
         # Since 0.5.22.
         trusts_templates=getattr(server_args, "trust_request_chat_template", False),
     )
+    app.add_middleware(UnreadBodyMiddleware)
     compat.mend_routes()
     app.add_middleware(HealthMiddleware, health=health)
     app.add_middleware(RequestIdMiddleware)
@@ -173,7 +174,7 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
     ) -> None:
         logger.info(compat.start_up_line())
         open_routes = open_routes_warning(server_args.api_key, server_args.admin_api_key)
-        for warning in (defaults.warning, open_routes):
+        for warning in (platform.warning, open_routes):
             if warning is not None:
                 logger.warning(warning)
         # Again, because another process may have taken the port while the model was loaded.
@@ -188,3 +189,34 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
     serve = compat.replace(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", verify_and_serve
     )
+
+
+def order_middleware(app: Any) -> None:
+    """Let middlewares run in order, whenever SGLang adds its own.
+
+    SGLang's metrics see no request that the guard's gate does not let through. Middlewares that are
+    ``is_before_keys`` run before SGLang's check of keys, which is added when the server starts. A
+    browser's question what it may send (``OPTIONS``) has an answer at any path. It is answered
+    first, outside of the gate and of the metrics.
+    """
+    build_stack = app.build_middleware_stack
+
+    def build_in_order() -> ASGIApp:
+        # SGLang 0.5.17 adds its metrics after all of ours. The first one runs first, and sorting
+        # keeps the order of middlewares of one rank.
+        app.user_middleware.sort(key=_rank)
+        stack: ASGIApp = build_stack()
+        return stack
+
+    app.build_middleware_stack = build_in_order
+
+
+def _rank(middleware: Any) -> int:
+    if middleware.cls is CORSMiddleware:
+        return 0
+    if getattr(middleware.cls, "is_before_keys", False):
+        return 1
+    return 3 if middleware.cls.__module__ == _METRICS_MODULE else 2
+
+
+_METRICS_MODULE: Final = "sglang.srt.utils.http_middleware_patch"

@@ -1,54 +1,28 @@
-"""What a server starts with, by its machine and its model: environment, and defaults of flags."""
+"""The start of a server: environment, defaults of flags, and checks, by machine and model."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.asgi import IDLE_CONNECTION_S
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.cpu import defaults as cpu
-from sglang_coserve.srt.emulation import model_directory
-from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES
+from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES, platform_for
+from sglang_coserve.srt.platform import Platform
 from sglang_coserve.srt.steps.prefix_leases import EVICTION_POLICY
 
 _HUB_TIMEOUT_S: Final = 10.0
 
 ANYWHERE: Final = {"radix_eviction_policy": EVICTION_POLICY}
-"""Defaults of fields of ``ServerArgs`` on every machine."""
+"""Defaults of fields of ``ServerArgs`` on every platform, which may have more."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartDefaults:
-    """See ``start_defaults``."""
-
-    on_cpu: bool
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of fields of ``ServerArgs``, where they are not SGLang's own."""
-
-    emulated: str | None = None
-    """What is emulated; None: nothing is."""
-
-    def cores_for(self, server_args: Any) -> AbstractContextManager[None]:
-        """Return the context in which to start the ranks."""
-        return cpu.cores_for(server_args) if self.on_cpu else nullcontext()
-
-    @property
-    def warning(self) -> str | None:
-        """What the log must say of the model; None: nothing."""
-        if self.emulated is None:
-            return None
-        return f"EMULATED: no GPU computes here, and figures are not of one: {self.emulated}"
-
-
-def start_defaults(model_path: str | None) -> StartDefaults:
-    """Set the environment that SGLang needs for a model on this machine; return the defaults.
+def set_up_platform(model_path: str | None) -> Platform:
+    """Set the environment that SGLang needs for a model on this machine; return the platform.
 
     To be called before SGLang is first imported.
 
@@ -60,15 +34,9 @@ def start_defaults(model_path: str | None) -> StartDefaults:
     os.environ.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", str(IDLE_CONNECTION_S))
     if model_path and not Path(model_path).exists():
         _check_name(model_path)
-    emulation = model_directory.read_emulation(Path(model_path)) if model_path else None
-    if emulation is not None:
-        model_directory.set_environment_defaults()
-        flags = model_directory.flag_defaults(emulation)
-        return StartDefaults(True, {**ANYWHERE, **flags}, emulation.name)
-    if cpu.has_cuda():
-        return StartDefaults(False, ANYWHERE)
-    cpu.set_environment_defaults()
-    return StartDefaults(True, {**ANYWHERE, **cpu.FLAG_DEFAULTS})
+    platform = platform_for(Path(model_path) if model_path else None)
+    platform.set_environment_defaults()
+    return platform
 
 
 def _check_name(model: str) -> None:

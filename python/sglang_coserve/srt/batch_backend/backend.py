@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.bodies import body_limits
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.request_line import not_served, served_name
 from sglang_coserve.lines.backend import (
@@ -41,6 +40,7 @@ from sglang_coserve.srt.monitoring.scheduler_query import (
     ask,
     sum_of_delays_s,
 )
+from sglang_coserve.srt.optional_parts import GUARD
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class BatchBackend(Backend):
     @property
     def limits(self) -> BodyLimits:
         """What one line may be."""
-        return body_limits(self._tokenizer_manager)
+        return GUARD.body_limits(self._tokenizer_manager)
 
     @property
     def model_names(self) -> tuple[str, ...]:

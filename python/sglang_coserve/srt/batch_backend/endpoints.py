@@ -21,10 +21,10 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
 
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.bodies import FailFast
-from sglang_coserve.guard.threaded_handlers import thread_loop
 from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.srt.marks.request_marks import check_line_marks
+from sglang_coserve.srt.optional_parts import GUARD
+from sglang_coserve.thread_loop import thread_loop
 
 _MOST_FAULTS = 3
 """Faults of a body that are shown: a bad member of a union has one for each alternative."""
@@ -36,7 +36,9 @@ logger = logging.getLogger(__name__)
 class Endpoint:
     """One route: the model of its body, and SGLang's handler."""
 
-    body_type: FailFast
+    body_type: Any
+    """Validates a body with ``validate_python``."""
+
     handler: Any
     method: str = "handle_request"
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -99,8 +101,8 @@ def model_endpoints(tokenizer_manager: Any, template_manager: Any) -> dict[str, 
     return endpoints
 
 
-def _body(model: type[BaseModel]) -> FailFast:
-    return FailFast(TypeAdapter(model))
+def _body(model: type[BaseModel]) -> Any:
+    return GUARD.body_validator(TypeAdapter(model))
 
 
 def _responses_handler(tokenizer_manager: Any, template_manager: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_coserve.guard.replacements import replace as replace
+from sglang_coserve.replacements import replace as replace
 from sglang_coserve.srt.compat import by_version
 from sglang_coserve.srt.compat.by_version import *  # noqa: F403
 from sglang_coserve.srt.compat.requests import *  # noqa: F403

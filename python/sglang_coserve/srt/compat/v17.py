@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sglang_coserve.guard.replacements import replace
+from sglang_coserve.replacements import replace
 
 Req = Any
 ScheduleBatch = Any

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sglang_coserve.errors import StartupError
-from sglang_coserve.guard.replacements import replace
+from sglang_coserve.replacements import replace
 
 Req = Any
 ScheduleBatch = Any

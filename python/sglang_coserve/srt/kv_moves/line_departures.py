@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from typing import Any
+from typing import Any, Protocol
 
-from sglang_coserve.srt.batch_backend.line_manager import LineManager
 from sglang_coserve.srt.monitoring.scheduler_query import LEAVE, ask
 
 logger = logging.getLogger(__name__)
+
+
+class LeavingLine(Protocol):
+    """A line that runs, as its backend knows it."""
+
+    is_leaving: bool
+    request_id: str
+
+    @property
+    def kv_model(self) -> str:
+        """Name of the model whose KV the line has."""
 
 
 class LineDepartures:
@@ -18,10 +28,10 @@ class LineDepartures:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._asked: list[LineManager] = []
+        self._asked: list[LeavingLine] = []
         self._asking: set[asyncio.Task[None]] = set()
 
-    def ask(self, line: LineManager) -> None:
+    def ask(self, line: LeavingLine) -> None:
         """Let a line's request leave with its KV; one that cannot any more is aborted."""
         line.is_leaving = True
         self._asked.append(line)

@@ -18,10 +18,16 @@ from typing import Any, Final
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay, route_path, send_error
+from sglang_coserve.asgi import (
+    ENGINE_PATHS,
+    is_form,
+    known_paths,
+    replay,
+    route_path,
+    send_error,
+)
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.route_table import known_paths
 from sglang_coserve.srt.marks.answers import OverloadAnswer, TierWriter
 from sglang_coserve.srt.marks.http_marks import (
     SERVICE_TIER,

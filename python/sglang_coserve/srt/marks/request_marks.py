@@ -18,8 +18,7 @@ from typing import Any, Final
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.engine_limits import check_number
-from sglang_coserve.guard.request_fields import Bound
+from sglang_coserve.number_bounds import Bound, check_number
 
 MARK_PREFIX = "coserve_"
 """Prefix of the keys in ``custom_params`` and in bodies that are marks."""

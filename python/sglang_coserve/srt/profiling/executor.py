@@ -29,7 +29,6 @@ from sglang_coserve.profiler.fits import ATTENTION_SETTINGS, ProfiledMachine, at
 from sglang_coserve.profiler.latency import LEAST_SHAPES, measure_grid
 from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape, plan_grid
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.cpu import defaults as cpu
 
 
 def machine_of(scheduler: Any) -> ProfiledMachine:
@@ -53,7 +52,7 @@ def machine_of(scheduler: Any) -> ProfiledMachine:
 
 def _hardware_name() -> str:
     """Return the name of the GPU, or of the CPU with its cores and compute threads."""
-    if cpu.has_cuda():
+    if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
     processor = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")

@@ -26,12 +26,12 @@ from sglang_coserve.batch.routes.caller import (
 )
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.guard.process_health import fatal_signals_recorded_in
 from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.batch_backend import BatchBackend
 from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STATE_KEY
 from sglang_coserve.srt.optional_parts import REQUEST_MOVES
+from sglang_coserve.srt.process_health import fatal_signals_recorded_in
 from sglang_coserve.srt.routes.drain import Drain, Health, add_drain_routes
 from sglang_coserve.srt.routes.engine_routes import add_trace_route
 

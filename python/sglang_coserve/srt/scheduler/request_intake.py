@@ -20,11 +20,11 @@ from typing import Any, Final
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_coserve.core.request import Ending
-from sglang_coserve.guard.sampling import check_logit_processor
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import lowest_priority, refuse, send_abort
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.optional_parts import GUARD
 from sglang_coserve.srt.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
@@ -149,7 +149,7 @@ class RequestIntake:
     def take_in(self, recv_req: Any, handle: Callable[[Any], None]) -> None:
         """Let SGLang ``handle`` a request; if that raises, refuse the request."""
         try:
-            check_logit_processor(recv_req)
+            GUARD.check_logit_processor(recv_req)
             handle(recv_req)
         except Exception as error:
             self._refuse(recv_req, error)

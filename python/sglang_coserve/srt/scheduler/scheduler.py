@@ -16,12 +16,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.guard.grammars import grammar_cache
-from sglang_coserve.guard.sampling import end_unusable, fill_token_ids_logprobs
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import has_online_prompts
 from sglang_coserve.srt.monitoring.online_load import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, STATUS
+from sglang_coserve.srt.optional_parts import GUARD
 from sglang_coserve.srt.safepoint.safepoints import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
 from sglang_coserve.srt.scheduler.undecodable import refuse_undecodable
@@ -91,8 +90,8 @@ class CoserveScheduler(Scheduler):
     def init_grammar_manager(self) -> None:
         """Set up grammars as SGLang does, with a bounded cache."""
         super().init_grammar_manager()
-        if self.grammar_manager.grammar_backend is not None:
-            self.grammar_manager.grammar_backend.cache = grammar_cache()
+        if (backend := self.grammar_manager.grammar_backend) is not None:
+            backend.cache = GUARD.grammar_cache(backend.cache)
 
     def init_request_receiver(self) -> None:
         """Install safepoints in the model, where requests are received, too, if there are some."""
@@ -215,9 +214,7 @@ class CoserveScheduler(Scheduler):
             return
         reqs = list(batch.reqs)
         before = [len(req.output_ids) for req in reqs]
-        if batch.return_logprob:
-            fill_token_ids_logprobs(result.logits_output)
-        end_unusable(batch, result)
+        GUARD.mend_results(batch, result)
         has_prompts = batch.forward_mode.is_extend()
         self._began_offline_alone = has_prompts and not has_online_prompts(batch)
         super().process_batch_result(batch, result)

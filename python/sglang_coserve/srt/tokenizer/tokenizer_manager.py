@@ -14,10 +14,9 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Final
 
 from asgi_correlation_id import correlation_id
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_coserve.asgi import route_path
-from sglang_coserve.guard.process_health import is_stop_asked, uvicorn_server
-from sglang_coserve.guard.tokenizer_manager import GuardedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
@@ -31,6 +30,8 @@ from sglang_coserve.srt.monitoring.otel_metrics import (
     provider_if_configured,
     tier_attributes,
 )
+from sglang_coserve.srt.optional_parts import GUARD
+from sglang_coserve.srt.process_health import is_stop_asked, uvicorn_server
 from sglang_coserve.srt.scheduler.scheduler import config_of
 from sglang_coserve.srt.tokenizer.adapter_unloads import AdapterUnloads
 from sglang_coserve.srt.tokenizer.client_presence import (
@@ -143,7 +144,10 @@ _LAST_ANSWERS_S: Final = 5
 """More than a refusal takes; what is unanswered then had no engine any more."""
 
 
-class CoserveTokenizerManager(GuardedTokenizerManager):
+_Guarded: Any = GUARD.tokenizer_manager(TokenizerManager)
+
+
+class CoserveTokenizerManager(_Guarded):
     """Marks requests, and ends those whose clients leave; reports weight updates to
     ``coserve_weights``, and a crash to ``coserve_on_death``."""
 
@@ -184,7 +188,7 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         return await asyncio.shield(self._fingerprint)
 
     async def serve(self, obj: Any, request: Any) -> AsyncIterator[Any]:
-        """See ``GuardedTokenizerManager``; it ends when its client leaves."""
+        """See ``RequestGuard.tokenizer_manager``; it ends when its client leaves."""
         if self._otel_metrics is not None and hasattr(request, "url"):  # Lines have none.
             note_operation(route_path(request.scope))
         client = None if getattr(obj, "background", False) else request
