@@ -138,3 +138,16 @@ def test_the_marks_of_a_new_period_are_none_of_the_last_one() -> None:
     assert bill.mark(9999) == {"a": 1.0}
     bill.period_begins(beside_offline=False)
     assert bill.mark(9999) == {}
+
+
+@pytest.mark.parametrize("in_use", [0, 300, 9999])
+def test_the_work_between_two_marks_of_a_request_is_charged(in_use: int) -> None:
+    """However many others are tracked: otherwise all jobs of the busy period would be charged."""
+    bill = Bill()
+    bill.worked(1000.0, [JobTokens("old", 1)])
+    for _ in range(5):
+        arrived = bill.mark(in_use)
+        bill.worked(1.0, [JobTokens("new", 1)])
+        bill.charge(Delay(1.0, 1.0), arrived, bill.mark(in_use, arrived))
+    jobs_s = bill.report().jobs
+    assert jobs_s["new"] == pytest.approx(5.0)

@@ -83,6 +83,7 @@ HALF = '{"session_id":"\ud800"}'
         HALF.encode("utf-16", "surrogatepass"),
         HALF.encode("utf-32-le", "surrogatepass"),
         '{"a":"plain"}'.encode("utf-16-le"),
+        b'{"a":"\xc3',  # Ends within a character.
         b'{"a":"\x80"}',
     ],
 )

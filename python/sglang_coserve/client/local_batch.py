@@ -93,7 +93,7 @@ class LocalBatch:
         self._server = server
         self._context = context
         self._options = options
-        self._seen = SeenIds(files.log.output.parent)
+        self._seen = SeenIds()
         self._run: LineRun | None = None
         self._writer: ResultWriter | None = None
         self._total_bytes = source.stat().st_size

@@ -75,7 +75,6 @@ class Scheduler:
             advisory: Calls what judges and learns; without it, errors there are raised.
         """
         self._advisory = advisory or Advisory()
-        self._advisory.without("judgement", self._judge_no_more)
         self._policy = policy
         self._config = config or SchedulerConfig()
         self.interference = Interference(
@@ -83,6 +82,7 @@ class Scheduler:
         )
         """Latencies of online requests compared with the no-interference baseline."""
 
+        self._advisory.without("judgement", self.interference.stop)
         self._allowance = self.interference.allowance
         self.queue = OfflineQueue(policy.queue_config(self._config.seed))
         """The waiting offline requests."""
@@ -123,25 +123,13 @@ class Scheduler:
         """Return for how many seconds the engine should keep a prefix of an online request after
         its last use, while it has another prefix to evict."""
         kv = self._protected_kv
-        return 0.0 if kv is None else kv.lease_s(self._judged_s(now_s))
+        return 0.0 if kv is None else kv.lease_s(self.interference.judged_s(now_s))
 
     def protection(self, now_s: float) -> Protection:
         """Return the KV that offline requests leave to the prefixes of online requests."""
         kv = self._protected_kv
-        return UNPROTECTED if kv is None else kv.protection(self._judged_s(now_s))
-
-    def _judged_s(self, now_s: float) -> float:
-        # Prefixes of which nothing more is learned would only seem ever older.
-        return min(now_s, self.interference.judged_until_s)
-
-    def _judge_no_more(self) -> None:
-        """Allow offline work no more than its smallest step beside online requests.
-
-        Still less would compose no step, and in the offline lane then one without a limit.
-        """
-        smallest = StepStats.of([(2 * self._config.min_chunk_tokens, 0)])
-        longest_s = (1 + MOST_RESERVE) * self.model.predict(smallest)
-        self.interference.stopped(longest_s)
+        # Prefixes that are not followed any more would only seem ever older.
+        return UNPROTECTED if kv is None else kv.protection(self.interference.judged_s(now_s))
 
     @property
     def _protected_kv(self) -> ShadowKv | None:
@@ -351,7 +339,17 @@ class Scheduler:
         self._policy.compose(batch)
         return batch
 
+    def _smallest_step_s(self) -> float:
+        """Return the seconds that the smallest step of offline work takes, with a reserve.
+
+        A smaller bound would compose no step, and in the offline lane then a step without a limit.
+        """
+        smallest = StepStats.of([(2 * self._config.min_chunk_tokens, 0)])
+        return (1 + MOST_RESERVE) * self.model.predict(smallest)
+
     def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
+        if not self.interference.is_judging:
+            self._allowance.tighten(self._smallest_step_s())
         resume_s = self._resume_s
         return PlanContext(
             snapshot=snapshot,

@@ -1,6 +1,6 @@
 """Keeps one client's request from stopping the server, or its event loop, for the others.
 
-It knows SGLang, and nothing else of co-serving. An annex: ``setup`` is registered in
+It knows SGLang, but nothing of co-serving. An annex: ``setup`` is registered in
 ``srt.optional_parts``, and docs/security.md describes it. ``install`` puts it in place.
 
 - ``bodies``: HTTP: bytes, bodies.

@@ -3,8 +3,8 @@
 Received bytes are parsed in small pieces, so that the event loop is not blocked.
 
 An ASGI middleware measures bodies from their raw bytes, of which at most the limit is kept, and
-answers larger ones with 413, and what is not UTF-8 with 400. Whoever stands behind it gets a body
-as a whole, without halves of surrogate pairs.
+answers larger ones with 413, and bodies that are not UTF-8 with 400. The app behind it gets the
+whole body, without halves of surrogate pairs.
 
 A null says of a field what leaving it out says, as with OpenAI: many clients write all fields.
 
@@ -128,7 +128,7 @@ class RequestGateMiddleware:
             is_complete = not message.get("more_body", False)
             try:
                 meter.take(chunks[-1])
-                text.take(chunks[-1])
+                text.take(chunks[-1], is_last=is_complete)
             except BodyTooLargeError as error:
                 await send_error(send, 413, str(error))
                 return

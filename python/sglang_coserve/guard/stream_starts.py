@@ -24,7 +24,7 @@ def begin_streams_first(state: Any) -> None:
 
 
 async def _begun(handle: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-    """Return the answer of a handler; of a stream the first part is there.
+    """Return a handler's answer; if it is a stream, wait for its first part.
 
     Raises:
         ValueError: the request is invalid.

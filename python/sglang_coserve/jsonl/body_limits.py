@@ -62,8 +62,8 @@ class BodyLimits:
     takes 10 ms to find so many."""
 
     context_tokens: int = COMMON_CONTEXT_TOKENS
-    """Of the model: prompt and answer together. No body is measured by it; the engine refuses what
-    is longer."""
+    """Longest prompt and answer together, of the model. Bodies are not measured by it; the engine
+    refuses longer requests."""
 
 
 _FLAT_LEVELS: Final = 4
@@ -146,15 +146,17 @@ class TextCheck:
     def __init__(self) -> None:
         self._decoder = getincrementaldecoder("utf-8")()
 
-    def take(self, content: bytes) -> None:
+    def take(self, content: bytes, *, is_last: bool) -> None:
         """Check the next piece; O(its length).
 
         Raises:
-            BodyNotTextError: it is not UTF-8.
+            BodyNotTextError: it is not UTF-8, or the last piece ends within a character.
         """
         try:
             for start in range(0, len(content), _PIECE_BYTES):
                 self._decoder.decode(content[start : start + _PIECE_BYTES])
+            if is_last:
+                self._decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
             raise BodyNotTextError(f"the body is not UTF-8: {error.reason}") from None
         # JSON escapes this character. In UTF-16 and UTF-32 every brace has one.

@@ -6,8 +6,8 @@ faults; the order of its lines is then written to ``ORDER`` (``PrefixSorter``), 
 With an offset in bytes in place of ``LIMITS`` it prints the ``custom_id`` of the line that begins
 there, which has been checked before, and is too large to be served; null if it is no request.
 
-What does not fit into its caches is kept in the folder of the environment variable SQLITE_TMPDIR.
-Without it no order is made, and all that is kept is in memory: no other folder is used.
+Data beyond SQLite's caches goes to the folder in the environment variable SQLITE_TMPDIR. Without
+the variable no order is made, and the ids stay in memory.
 
 ``estimate_file`` runs in the server: an answer at once, whatever the size of the file.
 """
@@ -105,13 +105,10 @@ def check_file(
     endpoint: str,
     limits: CheckLimits,
     sorter: PrefixSorter | None = None,
-    *,
-    scratch: Path | None = None,
 ) -> FileReport:
     """Check every line of ``file``, from its beginning, in bounded memory.
 
-    ``sorter`` gets those that are good. The ids are in a file in the folder ``scratch``, or in
-    memory.
+    ``sorter`` gets those that are good. Without a sorter the ids are kept in memory.
 
     Without lines over the limit it may be any stream of bytes.
     """
@@ -121,7 +118,7 @@ def check_file(
         report.faults.append(LineFault("invalid_json_line", message))
         return report
     file.seek(0)
-    seen = SeenIds(scratch)
+    seen = SeenIds(in_memory=sorter is None)
     for line in read_lines(file, limits.max_line_bytes):
         if is_blank(line.content):
             continue
@@ -191,11 +188,10 @@ def main(path: str, endpoint: str, wanted: str, order: str = "") -> None:
 
 def _checked(file: BinaryIO, endpoint: str, limits: CheckLimits, order: Path) -> FileReport:
     """Return what a file holds, after its order was written."""
-    folder = os.environ.get(SCRATCH_VARIABLE)
-    if not folder:
+    if not os.environ.get(SCRATCH_VARIABLE):
         return check_file(file, endpoint, limits)
     with closing(PrefixSorter()) as sorter:
-        report = check_file(file, endpoint, limits, sorter, scratch=Path(folder))
+        report = check_file(file, endpoint, limits, sorter)
         if not report.faults and report.requests > limits.max_unordered_lines:
             replace(order, sorter.write)
     return report

@@ -13,10 +13,10 @@ from hashlib import blake2b
 from itertools import starmap
 from pathlib import Path
 from struct import Struct
-from tempfile import NamedTemporaryFile
 from typing import Any, BinaryIO, Final, NamedTuple
 from zlib import crc32
 
+from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.request_line import KEY_BLOCK_BYTES, prefix_key
 
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
@@ -91,12 +91,13 @@ def _without_ending(piece: bytes) -> bytes:
     return piece[:-2] if piece.endswith(b"\r\n") else piece[:-1]
 
 
-def _scratch_database(schema: str, path: str = "") -> sqlite3.Connection:
-    """Return a database within a transaction, by default in SQLite's temporary folder and gone
-    when it is closed.
+def _scratch_database(schema: str, *, in_memory: bool = False) -> sqlite3.Connection:
+    """Return a database within a transaction, in SQLite's temporary folder or in memory.
 
-    Each of its tables and sorts has a cache of 16 MiB. One user at a time, in any thread.
+    It is gone when it is closed. Each of its tables and sorts has a cache of 16 MiB. One user at a
+    time, in any thread.
     """
+    path = ":memory:" if in_memory else ""
     database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -16384"):
         database.execute(f"PRAGMA {setting}")
@@ -108,30 +109,32 @@ def _scratch_database(schema: str, path: str = "") -> sqlite3.Connection:
 class SeenIds:
     """An insert-only set of strings in bounded memory.
 
-    A 128-bit hash per string in an SQLite database: about 23 bytes a string in a file (gone with
-    the process, however it ends) and a fixed 16 MiB cache, against about 100 bytes of memory for a
-    Python set of the same hashes. One insertion takes a few microseconds. Without a folder the
-    database is in memory, and takes some 40 bytes a string.
+    A 128-bit hash per string in a nameless SQLite database: about 23 bytes a string in SQLite's
+    temporary folder (gone with the process, however it ends) and a fixed 16 MiB cache, against
+    about 100 bytes of memory for a Python set of the same hashes. One insertion takes a few
+    microseconds. A database in memory takes about 40 bytes a string.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        """Start empty, with a file in ``folder`` that no other process sees.
-
-        Raises:
-            OSError: the folder takes no file.
-        """
-        schema = "CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID"
+    def __init__(self, *, in_memory: bool = False) -> None:
+        """Start empty."""
         # Whoever stops a reader closes this, in another thread.
-        if folder is None:
-            self._db = _scratch_database(schema, ":memory:")
-            return
-        with NamedTemporaryFile(prefix=".coserve-ids-", dir=folder) as file:
-            self._db = _scratch_database(schema, file.name)
+        schema = "CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID"
+        self._db = _scratch_database(schema, in_memory=in_memory)
 
     def add(self, text: str) -> bool:
-        """Add ``text``; return False when it was there already."""
+        """Add ``text``; return False when it was there already.
+
+        Raises:
+            StorageError: SQLite's temporary folder is full or failing.
+        """
         key = blake2b(text.encode(), digest_size=16).digest()
-        return self._db.execute("INSERT OR IGNORE INTO seen VALUES (?)", (key,)).rowcount == 1
+        try:
+            return self._db.execute("INSERT OR IGNORE INTO seen VALUES (?)", (key,)).rowcount == 1
+        except sqlite3.OperationalError as error:
+            raise StorageError(
+                f"the ids of the lines cannot be kept: {error}; set SQLITE_TMPDIR to a folder with"
+                " room"
+            ) from error
 
     def close(self) -> None:
         """Drop the set and its temporary file."""

@@ -219,7 +219,7 @@ class InFlightFile:
         """Written when the process dies of a signal such as SIGSEGV, by ``faulthandler``."""
 
         self._fd: int | None = None
-        self._writer = ThreadPoolExecutor(1, "coserve-in-flight")
+        self._writer: ThreadPoolExecutor | None = None
         self._free: list[int] = []
         self._num_entries = 0
 
@@ -246,6 +246,7 @@ class InFlightFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
             os.pwrite(self._fd, _HEAD.pack(_MAGIC, secrets.token_bytes(12), 0), 0)
+        self._writer = ThreadPoolExecutor(1, "coserve-in-flight")
 
     async def begin(self, batch_id: str, line: int) -> int:
         """Record that the engine is about to get a line; return the entry for ``end``.
@@ -254,6 +255,7 @@ class InFlightFile:
             StorageError: the disk is full or failing; the line must not reach the engine.
         """
         assert self._fd is not None
+        assert self._writer is not None
         if self._free:
             entry = self._free.pop()
         else:
@@ -270,7 +272,7 @@ class InFlightFile:
 
     def end(self, entry: int) -> None:
         """Record soon that a line is no longer in the engine."""
-        if self._fd is not None:
+        if self._fd is not None and self._writer is not None:
             self._writer.submit(self._clear, self._fd, entry)
 
     def _clear(self, fd: int, entry: int) -> None:
@@ -287,7 +289,9 @@ class InFlightFile:
 
     def close(self) -> None:
         """Close the file at the end of the run. Blocks until all is written."""
-        self._writer.shutdown()
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

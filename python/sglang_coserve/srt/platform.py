@@ -14,22 +14,22 @@ from sglang_coserve.errors import ConfigError
 
 
 class Platform:
-    """A platform that never serves a model; it stands in for an optional one that is not there.
+    """A platform that serves no model. It takes the place of a deleted platform.
 
     The methods that start a server are in the order of their calls.
     """
 
     on_cpu: ClassVar[bool] = False
-    """Whether torch computes on the CPU."""
+    """True if torch computes on the CPU."""
 
     flags: Mapping[str, Any] = MappingProxyType({})
     """Defaults of fields of ``ServerArgs``, where they are not SGLang's own."""
 
     emulated: str | None = None
-    """The name of what is emulated; None: nothing is."""
+    """Name of the emulated device; None if nothing is emulated."""
 
     latency_model: LatencyModel | None = None
-    """The model by which emulated steps take time; None: nothing is emulated."""
+    """Model of the times of emulated steps; None if nothing is emulated."""
 
     @classmethod
     def serving(cls, model: Path | None) -> Self | None:

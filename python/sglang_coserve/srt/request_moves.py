@@ -79,7 +79,7 @@ class RequestMoves:
 
 
 class RequestMovesSetup:
-    """The steps in which an engine gets its moves; these are of an engine that moves nothing.
+    """Sets up the moves of an engine; this class sets up an engine that moves nothing.
 
     The methods are in the order of their calls. ``moves`` is called in the process of a scheduler.
     """

@@ -196,8 +196,7 @@ def order_middleware(app: Any) -> None:
 
     SGLang's metrics see no request that the guard's gate does not let through. Middlewares that are
     ``is_before_keys`` run before SGLang's check of keys, which is added when the server starts. A
-    browser's question what it may send (``OPTIONS``) has an answer at any path. It is answered
-    first, outside of the gate and of the metrics.
+    browser's preflight (``OPTIONS``) is answered at any path, before the gate and the metrics.
     """
     build_stack = app.build_middleware_stack
 

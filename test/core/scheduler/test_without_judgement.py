@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from core.scheduler.scenarios import MODEL, NO_CACHE, online, queued, ran, snapshot
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import parse_slo
+from sglang_coserve.core.latency_model.refiner import rescaled
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import Ending, RequestState
 from sglang_coserve.core.scheduler import Scheduler
@@ -74,14 +77,26 @@ def test_offline_work_falls_to_its_smallest_step(
     made.update(StepResult(step=plan.step, started_s=100.0, seconds=0.1, batch=plan.batch))
     made.finish("b", Ending.COMPLETE)
     assert set(off) == {"judgement"}
-    assert made.interference.allowance.arrival_s == pytest.approx(SMALLEST_S)
     assert made.interference.decodes_alone == 0
     assert 0 < offline_s(made) <= SMALLEST_S
+    assert made.interference.allowance.arrival_s == pytest.approx(SMALLEST_S)
+
+
+def test_the_smallest_step_follows_what_is_learned_of_the_engine() -> None:
+    """Otherwise a step of the offline lane that exceeds the bound would have no bound at all."""
+    made, _ = after_slow_prompts("ttft p99 <= +50%")
+    made.add_offline(queued(20_000))
+    made.interference.stop()
+    offline_s(made)
+    before_s = made.interference.allowance.arrival_s
+    made._learned.model = rescaled(MODEL, np.full(len(MODEL.coefficients), math.log(3.0)))
+    offline_s(made)
+    assert made.interference.allowance.arrival_s == pytest.approx(3.0 * before_s)
 
 
 def test_prefixes_stay_protected_however_long_ago_judging_stopped() -> None:
     made, _ = after_slow_prompts("ttft p99 <= +50%")
-    made.interference.stopped(SMALLEST_S)
+    made.interference.stop()
     seen = [(made.online_lease_s(now_s), made.protection(now_s)) for now_s in (100.0, 9e9)]
     assert seen[0] == seen[1]
     assert seen[0][0] > 0

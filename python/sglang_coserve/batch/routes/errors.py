@@ -129,8 +129,9 @@ class _Bounded:
     async def __call__(self) -> Message:
         message = await self._receive()
         try:
-            self._meter.take(message.get("body", b""))
-            self._text.take(message.get("body", b""))
+            self._meter.take(content := message.get("body", b""))
+            is_last = message["type"] == "http.request" and not message.get("more_body", False)
+            self._text.take(content, is_last=is_last)
         except BodyTooLargeError as error:
             # FastAPI passes on an ``HTTPException`` of the body as it is; others it makes a 400.
             raise _BodyTooLarge(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from None

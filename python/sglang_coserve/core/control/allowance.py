@@ -196,7 +196,7 @@ class Allowance:
         return min(self._ttft.added_s, self._ttft.limit_s / 2, self._most_s)
 
     def tighten(self, most_s: float) -> None:
-        """Let offline work add no more than ``most_s`` from now on, if anything bounds it.
+        """Let offline work add no more than ``most_s`` to a first token, if anything bounds it.
 
         The limits stay: online prompts and decodes are paced by them, too.
         """

@@ -15,9 +15,9 @@ default. So a server that runs for months does not fill its memory."""
 
 
 _MOST_SINGLE_MARKS: Final = 256
-"""Marks in use from which on later ones are shared. Where more requests wait, each waits for about
-as many others, and its mark is off by less than a 256th of that. Without sharing, 10,000 waiting
-requests kept 100 MB."""
+"""Tracked requests beyond which several in a row share a mark. The charge to each job may be off by
+a 256th of the work that a request waits for. Without sharing, 10,000 waiting requests kept 100 MB.
+"""
 
 
 WorkMark = Mapping[str | None, float]
@@ -89,13 +89,13 @@ class Bill:
         """Of the last step with offline work."""
 
         self._mark: WorkMark | None = None
-        """The newest mark, while it may be given again."""
+        """The newest mark; None when the next call must make one."""
 
         self._given = 0
-        """How often it was."""
+        """Number of times that the newest mark was returned."""
 
         self._is_behind = False
-        """Whether there was work since."""
+        """True when offline work ran since the newest mark was made."""
 
         self._billed_s: OrderedDict[str | None, float] = OrderedDict()
         """The one that was billed last stands last."""
@@ -130,14 +130,15 @@ class Bill:
         _add_to(self._work_s, self._last_s)
         self._is_behind = True
 
-    def mark(self, in_use: int = 0) -> WorkMark:
+    def mark(self, in_use: int = 0, since: WorkMark | None = None) -> WorkMark:
         """Return the work so far; O(jobs told apart).
 
-        ``in_use`` is how many requests have marks. Of very many, some in a row share a mark, the
-        work after it included.
+        Where ``in_use`` requests have marks, and these are very many, several in a row share a
+        mark: work between them counts as after the mark. ``since`` is an earlier mark, which is
+        returned again only if there was no work after it.
         """
-        is_worn = self._is_behind and self._given > in_use // _MOST_SINGLE_MARKS
-        if self._mark is None or is_worn:
+        is_worn = self._given > in_use // _MOST_SINGLE_MARKS or self._mark is since
+        if self._mark is None or (self._is_behind and is_worn):
             self._mark = dict(self._work_s)
             self._given, self._is_behind = 0, False
         self._given += 1

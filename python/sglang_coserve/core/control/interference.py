@@ -109,16 +109,16 @@ class Interference:
         """In order: those that the baseline was not through with when they ended in the engine."""
 
         self._now_s = -math.inf
-        self.judged_until_s = math.inf
-        """Time up to which requests are followed; infinite unless that has stopped."""
+        self.is_judging = True
+        """False once requests are not followed any more."""
 
-    def stopped(self, most_s: float) -> None:
-        """Fall to the strictest bounds on offline work, as no request is followed any more.
+    def stop(self) -> None:
+        """Follow no request any more."""
+        self.is_judging = False
 
-        Offline work adds at most ``most_s`` seconds, and the number of decodes alone is unknown.
-        """
-        self.judged_until_s = self._now_s
-        self.allowance.tighten(most_s)
+    def judged_s(self, now_s: float) -> float:
+        """Return the time up to which requests were followed: now, unless that has stopped."""
+        return now_s if self.is_judging else min(now_s, self._now_s)
 
     @property
     def bill(self) -> Bill | None:
@@ -127,9 +127,8 @@ class Interference:
 
     @property
     def decodes_alone(self) -> int:
-        """How many online requests decode in the baseline, which is a little behind; 0 where it is
-        unknown."""
-        if not math.isinf(self.judged_until_s):
+        """Online requests that decode in the baseline, which is a little behind; 0 if unknown."""
+        if not self.is_judging:
             return 0
         return sum(baseline.num_decodes for baseline in self._baselines)
 
@@ -185,7 +184,7 @@ class Interference:
         if watched is None:
             return
         if not watched.measured.tokens:
-            watched.first_work = self._bill.mark(len(self._watched))
+            watched.first_work = self._bill.mark(len(self._watched), watched.arrived_work)
             if watched.tokens:
                 self._count_cached(watched)
         else:

@@ -13,11 +13,11 @@ class Move(NamedTuple):
 
     line: Hashable
     to: str | None
-    """The engine where it goes on; None: one that begins lines."""
+    """The engine where the line goes on; None: any engine that begins lines."""
 
 
 class LineMoves:
-    """The moves of a fleet where every engine begins lines, and ends those that it has.
+    """Moves nothing: every engine begins lines, and finishes its own.
 
     ``look`` decides; all other calls report what became of engines and lines.
     """

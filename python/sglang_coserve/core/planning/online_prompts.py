@@ -1,4 +1,4 @@
-"""Online prompts beside online decodes: run first, or cut, and into pieces of which length."""
+"""Decides whether online prompts run before the online decodes, and how long their pieces are."""
 
 from __future__ import annotations
 

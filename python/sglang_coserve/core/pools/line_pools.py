@@ -2,7 +2,7 @@
 
 Lines begin at relaxed engines, or at those of no pool. A strict engine, which serves online
 requests, says which running lines it would take over (``migration``), and gets those of the
-relaxed engines that suit it best. When it has none of its own to spare for them any more, they go
+relaxed engines that suit it best. When the strict engine has no room for them any more, they go
 back. Lines that no strict engine wants end where they began.
 """
 
@@ -25,13 +25,13 @@ _ARRIVES_S: Final = 10.0
 class _RunningLine:
     engine: str
     tokens: int
-    """Of context, as far as known."""
+    """Context tokens, as far as known."""
 
     since_s: float
     """When it last generated a token, or else began here."""
 
     has_generated: bool = False
-    """Whether this engine has generated tokens of it."""
+    """True once this engine has generated tokens of the line."""
 
     is_movable: bool = False
     move: Move | None = None

@@ -57,7 +57,7 @@ class _Move:
 
 
 class FileMoves(RequestMoves):
-    """Where requests are whose KV is on its way through files.
+    """Keeps the requests whose KV is on its way through files.
 
     A request that leaves is retracted first, as for an online request: its KV goes to the tree and
     to the host. A request that comes finds its KV there as if it had been retracted here.

@@ -312,5 +312,8 @@ class FollowerGate(Gate):
             )
 
     def _has_come(self, step: int) -> bool:
-        """Return whether rank 0 is at this safepoint or beyond it, in the same batch."""
+        """Return whether rank 0 is at this safepoint or beyond it.
+
+        Rank 0 may already be in the next batch, at an earlier layer: steps grow with batches.
+        """
         return 0 <= self._words[_PROGRESS] - step < _STEPS
