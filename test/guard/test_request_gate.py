@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_coserve.guard import bodies
 from sglang_coserve.guard.bodies import RequestGateMiddleware, body_bytes
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
@@ -137,3 +138,59 @@ def test_routes_with_bounds_of_their_own_stream(path: str) -> None:
 def test_a_client_that_hangs_up_reaches_nobody() -> None:
     call = Call([])
     assert (call.body, call.sent) == (None, [])
+
+
+@pytest.mark.parametrize(("first_bytes", "status"), [(600, 200), (700, 503)])
+def test_unfinished_bodies_of_all_clients_are_bounded_together(
+    first_bytes: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_MOST_HELD_BYTES", 1200)
+    sent: list[int] = []
+
+    async def both() -> None:
+        second_is_done = asyncio.Event()
+
+        def receive_of(size: int, may_end: asyncio.Event | None) -> Any:
+            pieces = iter([(b'"' + b"x" * (size - 1), True), (b'"', False)])
+
+            async def receive() -> dict[str, Any]:
+                content, more = next(pieces)
+                if not more and may_end is not None:
+                    await may_end.wait()
+                return {"type": "http.request", "body": content, "more_body": more}
+
+            return receive
+
+        async def inner(_scope: Any, _receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200})
+
+        async def send(message: Any) -> None:
+            sent.extend([message["status"]] if "status" in message else [])
+
+        gate = RequestGateMiddleware(inner, limits=lambda: LIMITS)
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+        first = asyncio.create_task(gate(scope, receive_of(first_bytes, second_is_done), send))
+        await asyncio.sleep(0)
+        await gate(scope, receive_of(600, None), send)
+        second_is_done.set()
+        await first
+        assert gate._held_bytes == 0
+
+    asyncio.run(both())
+    assert sent == [status, 200]
+
+
+def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_STALLED_S", 0.01)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+    asyncio.run(RequestGateMiddleware(send, limits=lambda: LIMITS)(scope, receive, send))
+    assert sent[0]["status"] == 408

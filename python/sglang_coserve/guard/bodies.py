@@ -21,6 +21,7 @@ made for the name that a client gives. The exceptions that follow are answered w
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,6 +89,12 @@ _FREE_PATHS: Final = frozenset(
 _FORM_PATH: Final = "/v1/audio/transcriptions"
 """Takes a form, which is spooled to a file."""
 
+_MOST_HELD_BYTES: Final = 1 << 30
+"""Most bytes of all unfinished bodies together: sixteen of the largest bodies with images."""
+
+_STALLED_S: Final = 60.0
+"""Longest wait for the next piece of a body, as for a body of ``POST /v1/responses``."""
+
 _SIZE: Final = "coserve_body_bytes"
 
 
@@ -97,8 +104,12 @@ def body_bytes(scope: Scope) -> int:
     return int(size_bytes)
 
 
+class _TooManyBodiesError(Exception):
+    """The unfinished bodies of all clients hold as much memory as they may."""
+
+
 class RequestGateMiddleware:
-    """Refuses bodies that are too large."""
+    """Refuses bodies that are too large, too many at a time, or never complete."""
 
     def __init__(
         self,
@@ -111,32 +122,52 @@ class RequestGateMiddleware:
         self._app = app
         self._limits = limits
         self._free_prefixes = free_prefixes
+        self._held_bytes = 0
+        """Of unfinished bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         if not self._is_measured(scope):
             await self._app(scope, receive, send)
             return
-        meter, text = BodyMeter(self._limits()), TextCheck()
         chunks: list[bytes] = []
-        is_complete = False
-        while not is_complete:
-            message = await receive()
-            if message["type"] != "http.request":
-                return  # The client has disconnected.
-            chunks.append(message.get("body", b""))
-            is_complete = not message.get("more_body", False)
-            try:
-                meter.take(chunks[-1])
-                text.take(chunks[-1], is_last=is_complete)
-            except BodyTooLargeError as error:
-                await send_error(send, 413, str(error))
-                return
-            except BodyNotTextError as error:
-                await send_error(send, 400, str(error))
-                return
-        body = mended_json(b"".join(chunks))
-        await self._app({**scope, _SIZE: len(body)}, replay(body, receive), send)
+        try:
+            is_complete = await self._receive(chunks, receive)
+        except BodyTooLargeError as error:
+            await send_error(send, 413, str(error))
+        except BodyNotTextError as error:
+            await send_error(send, 400, str(error))
+        except TimeoutError:
+            await send_error(send, 408, f"no more of the body has come for {_STALLED_S:.0f} s")
+        except _TooManyBodiesError:
+            await send_error(send, 503, "too many bodies are on their way: send it again later")
+        else:
+            if is_complete:
+                body = mended_json(b"".join(chunks))
+                await self._app({**scope, _SIZE: len(body)}, replay(body, receive), send)
+
+    async def _receive(self, chunks: list[bytes], receive: Receive) -> bool:
+        """Receive a whole body in pieces; return False if the client has disconnected."""
+        meter, text = BodyMeter(self._limits()), TextCheck()
+        taken_bytes = 0
+        try:
+            while True:
+                async with asyncio.timeout(_STALLED_S):
+                    message = await receive()
+                if message["type"] != "http.request":
+                    return False
+                chunks.append(content := message.get("body", b""))
+                is_complete = not message.get("more_body", False)
+                meter.take(content)
+                text.take(content, is_last=is_complete)
+                if is_complete:
+                    return True
+                if self._held_bytes + len(content) > _MOST_HELD_BYTES:
+                    raise _TooManyBodiesError
+                taken_bytes += len(content)
+                self._held_bytes += len(content)
+        finally:
+            self._held_bytes -= taken_bytes
 
     def _is_measured(self, scope: Scope) -> bool:
         # Whatever its method: some of SGLang's routes parse the body of a GET, too.
