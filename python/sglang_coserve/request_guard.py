@@ -14,7 +14,7 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 class RequestGuard:
     """A guard that checks nothing: requests are taken as SGLang takes them.
 
-    For servers whose clients are all trusted. The methods of the server's process come first.
+    It is for servers whose clients are all trusted. The methods of the server's process come first.
     """
 
     def close_routes(self, app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:

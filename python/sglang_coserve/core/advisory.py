@@ -14,8 +14,8 @@ from typing import Any
 class Advisory:
     """Calls advisory parts. One that raises is reported once, and not called again.
 
-    What it knew then stays as it was: its state may be half changed, and more calls would make
-    what it says no better. Where a decision rests on it, ``without`` says what takes its place.
+    The state of that part stays as it was: it may be half changed, and more calls would not mend
+    it. Where a decision rests on the part, ``without`` names its replacement.
     """
 
     def __init__(self, report: Callable[[str, Exception], None] | None = None) -> None:

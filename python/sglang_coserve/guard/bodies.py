@@ -2,8 +2,8 @@
 
 Received bytes are parsed in small pieces, so that the event loop is not blocked.
 
-An ASGI middleware measures bodies from their raw bytes, of which at most the limit is kept, and
-answers larger ones with 413, and bodies that are not UTF-8 with 400. The app behind it gets the
+An ASGI middleware measures bodies from their raw bytes and keeps at most the limit. It answers
+larger bodies with 413, and bodies that are not UTF-8 with 400. The app behind it gets the
 whole body, without halves of surrogate pairs.
 
 A null says of a field what leaving it out says, as with OpenAI: many clients write all fields.
@@ -123,7 +123,7 @@ class RequestGateMiddleware:
         self._limits = limits
         self._free_prefixes = free_prefixes
         self._held_bytes = 0
-        """Of unfinished bodies."""
+        """Bytes of unfinished bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""

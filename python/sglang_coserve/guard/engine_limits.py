@@ -158,10 +158,10 @@ class ModelLimits(NamedTuple):
 
 
 def check_values(request: Any, model: ModelLimits, given_ids: Sequence[int] | None) -> None:
-    """Check a request that SGLang has tokenized, and whose fields have the right types.
+    """Check a request that SGLang has tokenized. Its fields have the right types.
 
-    ``given_ids`` are the token ids of the prompt as the client gave them, if it did: those of a
-    request with images or sounds have placeholders by now, outside of the vocabulary on purpose.
+    ``given_ids`` are the token ids of the prompt if the client gave ids. The request's own ids may
+    have placeholders of images and sounds by now, outside of the vocabulary on purpose.
 
     Stop tokens outside of the vocabulary are dropped, since they never match: another
     request's ``min_new_tokens`` would make the engine look them up. O(prompt tokens).

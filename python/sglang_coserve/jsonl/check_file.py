@@ -108,7 +108,7 @@ def check_file(
 ) -> FileReport:
     """Check every line of ``file``, from its beginning, in bounded memory.
 
-    ``sorter`` gets those that are good. Without a sorter the ids are kept in memory.
+    ``sorter`` gets the good lines. Without a sorter the ids are kept in memory.
 
     Without lines over the limit it may be any stream of bytes.
     """

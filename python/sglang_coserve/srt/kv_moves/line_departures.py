@@ -36,7 +36,7 @@ class LineDepartures:
         line.is_leaving = True
         self._asked.append(line)
         if len(self._asked) == 1:
-            # Short-lived, and awaited by nobody: what it does not end the stream cancels in time.
+            # Nobody awaits this short task. Its line is cancelled in time by the line's stream.
             task = asyncio.get_running_loop().create_task(self._ask())
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
