@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -94,6 +95,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     asyncio.run(pyfuncitem.obj(**arguments))
     return True
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Capture warnings although an engine of an earlier test has set the level of all loggers."""
+    if logging.getLogger().level > logging.WARNING:
+        caplog.set_level(logging.WARNING)
+    return caplog
 
 
 @pytest.fixture(scope="session", autouse=True)
