@@ -34,9 +34,9 @@ def problems(tree: SourceTree, version: str) -> list[str]:
     for seam in seams_of(version):
         definition = tree.find(seam.name)
         if definition is None:
-            found.append(f"{seam.name}: not there, {seam.use}")
+            found.append(f"{seam.name}: not there, {seam.use} for: {seam.reason.title}")
         elif (fault := _fault(seam, definition)) is not None:
-            found.append(f"{seam.name}: {fault}, {seam.use}")
+            found.append(f"{seam.name}: {fault}, {seam.use} for: {seam.reason.title}")
     return found + _unknown_keywords(tree, version)
 
 

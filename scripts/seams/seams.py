@@ -1,13 +1,14 @@
-"""What co-serving relies on in SGLang beyond its public classes, by dotted names: ``seams.txt``.
+"""The register of seams, ``seams.txt``: what we rely on in SGLang beyond its public classes.
 
-Read without importing SGLang: by ``scripts/sglang-seams`` for any wheel, and by tests. What is
+Each section of it is a reason, which says when its names can go. The register is read without
+importing SGLang: by ``scripts/sglang-seams`` for any wheel, and by tests. Public names that are
 imported from SGLang need not be listed: ``seam_check`` finds our imports.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,13 +24,28 @@ class NameUse(StrEnum):
     """How a name is used."""
 
     OVERRIDDEN = "overridden"
-    """A method that a subclass of ours replaces, or that is replaced in SGLang's class."""
+    """A member that a subclass of ours defines, or that is assigned in SGLang's class or object."""
 
     CALLED = "called"
     REPLACED = "replaced"
     """A name of a module that gets another value, by ``compat.replace``."""
 
     READ = "read"
+    RELIED = "relied"
+    """Nothing of ours names it, but what it does matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why some names are relied on: a section of the register."""
+
+    title: str
+
+    why: str
+    """What SGLang lacks."""
+
+    goes_when: str
+    """The change in SGLang that ends the section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +56,8 @@ class Seam:
     """Dotted, from ``sglang`` on."""
 
     use: NameUse
+
+    reason: Reason
 
     parameters: tuple[str, ...] | None = None
     """The first parameters of a function, ``self`` left out; it needs no others. Not checked
@@ -64,32 +82,60 @@ def seams_of(version: str) -> list[Seam]:
     return [seam for seam in SEAMS if seam.is_in(version)]
 
 
+_TEXT: Final = r"(.+(?:\n  \S.*)*)\n"
+_SECTION: Final = re.compile(rf"== (.+)\nwhy: {_TEXT}goes when: {_TEXT}")
 _GROUP: Final = re.compile(r"(\w+) ([\w.]+)(?: since (\S+)| only (0\.5\.17))?")
 _MEMBER: Final = re.compile(r"(\w+)(?:\(([^)]*)\))?")
 
 
-def _listed(text: str) -> Iterator[Seam]:
+def listed_in(text: str) -> Iterator[Seam]:
+    """Yield the seams of a register.
+
+    Raises:
+        ValueError: a section lacks its reason, or a line cannot be read.
+    """
+    for section in re.split(r"\n(?=== )", text)[1:]:
+        head = _SECTION.match(section)
+        if head is None:
+            raise ValueError(f"no why, or no goes when: {section.splitlines()[0]}")
+        reason = Reason(*(" ".join(part.split()) for part in head.groups()))
+        yield from _of_section(reason, section[head.end() :].splitlines())
+
+
+def _of_section(reason: Reason, lines: Iterable[str]) -> Iterator[Seam]:
     group = None
-    for line in text.splitlines():
+    for line in filter(None, lines):
         if not line.startswith("    "):
             group = _GROUP.fullmatch(line)
             continue
-        assert group is not None, line
+        if group is None:
+            raise ValueError(f"{reason.title}: no use and owner above {line.strip()}")
         use, owner, since, only = group.groups()
         for member in _MEMBER.finditer(line):
             parameters = None if member[2] is None else tuple(member[2].split())
             name = f"sglang.{owner}.{member[1]}"
-            yield Seam(name, NameUse(use), parameters, since or _OLDEST, only is not None)
+            yield Seam(name, NameUse(use), reason, parameters, since or _OLDEST, only is not None)
 
+
+_CONTINUED: Final = Reason(
+    "Fields that keep a line from being continued",
+    "A line that was interrupted goes on from its tokens. With these fields its next token depends "
+    "on more than them.",
+    "SGLang hands out, and takes back, the state of a request that is sampled.",
+)
 
 SEAMS: Final = (
-    *_listed(Path(__file__).with_name("seams.txt").read_text(encoding="utf-8")),
+    *listed_in(Path(__file__).with_name("seams.txt").read_text(encoding="utf-8")),
     *(
-        Seam(f"sglang.srt.managers.io_struct.GenerateReqInput.{name}", NameUse.READ)
+        Seam(f"sglang.srt.managers.io_struct.GenerateReqInput.{name}", NameUse.READ, _CONTINUED)
         for name in STATEFUL_FIELDS
     ),
     *(
-        Seam(f"sglang.srt.sampling.sampling_params.SamplingParams.{name}", NameUse.READ)
+        Seam(
+            f"sglang.srt.sampling.sampling_params.SamplingParams.{name}",
+            NameUse.READ,
+            _CONTINUED,
+        )
         for name in STATEFUL_PARAMS
     ),
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +14,25 @@ import pytest
 
 import seam_check
 import seam_report
+from own_uses import OwnUses, Use, defined_in
 from seam_check import own_files, problems
-from seams import SEAMS, NameUse, Seam
+from seams import SEAMS, NameUse, Reason, Seam, listed_in
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt.compat import by_version, replace, v17, v23
 from source_tree import SourceTree
 
 INSTALLED = importlib.metadata.version("sglang")
 BATCH = "sglang/srt/managers/schedule_batch.py"
+REASON = Reason("a test", "SGLang lacks something.", "SGLang has it.")
+ROOT = Path(__file__).parents[3]
+
+OF_OTHERS = frozenset(
+    [
+        *("_buckets", "_parser", "abort", "call", "drain", "format", "g", "reqs", "route", "scope"),
+        *("serve", "synchronize", "timer", "url", "value"),
+    ]
+)
+"""Names that functions or private attributes of SGLang have, too, and that we use for others."""
 
 
 def tree(files: dict[str, str]) -> SourceTree:
@@ -74,6 +87,138 @@ def test_both_files_have_every_function_and_one_of_them_is_used() -> None:
         assert list(parameters[0]) == list(parameters[1]), name
 
 
+# --- The register ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uses() -> OwnUses:
+    return OwnUses(own_files(), ROOT / "python")
+
+
+@pytest.fixture(scope="module")
+def in_sglang() -> tuple[frozenset[str], frozenset[str]]:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    return defined_in(Path(spec.origin).parent / "srt")
+
+
+def listed(*uses: NameUse) -> set[str]:
+    return {seam.name for seam in SEAMS if seam.use in uses}
+
+
+def last(names: set[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
+def without_entry(found: list[Use], defined: frozenset[str]) -> list[Use]:
+    """Return the uses whose last name SGLang defines, and no entry has."""
+    known = last(listed(*NameUse)) | OF_OTHERS
+    return [use for use in found if use.last in defined - known]
+
+
+def test_every_override_has_an_entry(uses: OwnUses) -> None:
+    sources, known = SourceTree.installed(), listed(NameUse.OVERRIDDEN)
+    found = list(uses.overridden())
+    assert len(found) > 100
+    assert [one for one in found if one.name not in known and sources.find(one.name)] == []
+
+
+def test_every_entry_of_an_override_has_one(uses: OwnUses) -> None:
+    """Of an object's methods, which class it has is written in the register alone."""
+    exact = {use.name for use in uses.overridden()}
+    by_last_name = {use.name for use in (*uses.assigned(), *uses.set_by_name())}
+    inherited = {use.last for use in uses.overridden()}
+    entries = listed(NameUse.OVERRIDDEN) - exact
+    assert {name for name in entries if last({name}).isdisjoint(by_last_name | inherited)} == set()
+
+
+def test_what_is_replaced_has_an_entry_and_the_reverse(uses: OwnUses) -> None:
+    assert {use.name for use in uses.replaced()} == listed(NameUse.REPLACED)
+
+
+def test_every_method_assigned_to_an_object_has_an_entry(
+    uses: OwnUses, in_sglang: tuple[frozenset[str], frozenset[str]]
+) -> None:
+    found = [*uses.assigned(), *uses.set_by_name()]
+    assert without_entry(found, in_sglang[0]) == []
+
+
+def test_every_private_name_has_an_entry(
+    uses: OwnUses, in_sglang: tuple[frozenset[str], frozenset[str]]
+) -> None:
+    assert without_entry(list(uses.private()), in_sglang[1]) == []
+
+
+def test_every_entry_is_of_a_name_that_we_use(uses: OwnUses) -> None:
+    names = last({seam.name for seam in SEAMS if seam.use is not NameUse.RELIED})
+    assert [name for name in names if not uses.mentions(name)] == []
+
+
+def test_names_of_others_are_still_used(uses: OwnUses) -> None:
+    found = {use.last for use in (*uses.assigned(), *uses.set_by_name(), *uses.private())}
+    assert found >= OF_OTHERS
+
+
+def test_no_entry_is_there_twice() -> None:
+    entries = [(seam.name, seam.use, seam.first, seam.is_only_in_v17) for seam in SEAMS]
+    assert len(entries) == len(set(entries))
+    titles = re.findall("^== (.+)$", (ROOT / "scripts/seams/seams.txt").read_text(), re.M)
+    assert len(titles) == len(set(titles))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n== No reason\nread srt.x\n    y\n",
+        "\n== Never goes\nwhy: it is so\nread srt.x\n    y\n",
+        "\n== No owner\nwhy: it is so\ngoes when: it is not\n    y\n",
+    ],
+)
+def test_an_entry_needs_a_reason_and_an_owner(text: str) -> None:
+    with pytest.raises(ValueError, match=r"No|Never"):
+        list(listed_in(text))
+
+
+SOURCE = """
+from sglang.srt.x import Base, _hidden
+from sglang_coserve.replacements import replace
+
+Made = GUARD.like(Base)
+
+class Direct(Made):
+    def run(self):
+        return self._private() + self._own
+    def _kept(self):
+        self._own = self._kept
+
+Base.other = None
+replace("sglang.srt.x.name", 1)
+for part, value in (("a", 1), ("b", 2)):
+    replace(f"sglang.srt.{part}.name", value)
+runner.method = runner._hidden_method
+for name in ("step", "stop"):
+    setattr(runner, name, None)
+"""
+
+
+def test_uses_are_found_in_sources(tmp_path: Path) -> None:
+    file = tmp_path / "sglang_coserve" / "a.py"
+    file.parent.mkdir()
+    file.write_text(SOURCE)
+    uses = OwnUses([file], tmp_path)
+    assert {use.name for use in uses.overridden()} >= {
+        "sglang.srt.x.Base.run",
+        "sglang.srt.x.Base.other",
+    }
+    assert {use.name for use in uses.replaced()} == {
+        f"sglang.srt.{part}.name" for part in ("x", "a", "b")
+    }
+    assert {"method", "other"} == {use.name for use in uses.assigned()}
+    assert {"step", "stop"} <= {use.name for use in uses.set_by_name()}
+    found = {use.last for use in uses.private()}
+    assert found == {"_hidden", "_private", "_hidden_method"}
+
+
 # --- Replacements ------------------------------------------------------------------------
 
 
@@ -86,18 +231,6 @@ def test_a_replaced_name_is_given_back() -> None:
     assert layers.torch is ours
     assert replace(name, former) is ours
     assert layers.torch is former
-
-
-def test_what_is_replaced_is_listed() -> None:
-    listed = {seam.name for seam in SEAMS if seam.use is NameUse.REPLACED}
-    replaced = set()
-    for path in own_files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("replace"):
-                names = [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]
-                replaced |= {name for name in names if str(name).startswith("sglang.")}
-    assert replaced
-    assert replaced <= listed
 
 
 @pytest.mark.parametrize("name", ["sglang.srt.lora.layers.gone", "sglang.srt.gone.torch"])
@@ -125,7 +258,7 @@ def test_a_method_has_to_take_what_it_is_given(
     source: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "sglang.srt.managers.schedule_batch.Req.end"
-    check_only(monkeypatch, Seam(name, NameUse.CALLED, ("why",)))
+    check_only(monkeypatch, Seam(name, NameUse.CALLED, REASON, ("why",)))
     lines = problems(tree({BATCH: source}), "0.5.24")
     if says is None:
         assert lines == []
@@ -150,7 +283,7 @@ def test_the_differences_of_two_versions_are_told(
     before: str, after: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "sglang.srt.managers.schedule_batch.end"
-    check_only(monkeypatch, Seam(name, NameUse.CALLED))
+    check_only(monkeypatch, Seam(name, NameUse.CALLED, REASON))
     lines = seam_report.changes(tree({BATCH: before}), tree({BATCH: after}), "0.5.23", "0.5.24")
     assert lines == ([] if says is None else [f"{name}: {says}"])
 

@@ -4,9 +4,9 @@
 - ``by_version`` chooses between ``v17`` and ``v23``.
 - ``replacements``, ``requests``, ``settings``: what the rest of ``srt`` calls.
 
-``scripts/seams`` lists every private name that co-serving relies on, and looks it up in any
-version's sources: see docs/upgrading.md. Attributes that only instances have (``waiting_queue``,
-…) are used where they are needed.
+The register ``scripts/seams/seams.txt`` lists every name of SGLang that is overridden, replaced or
+private, with its reason, and is looked up in any version's sources: see docs/upgrading.md.
+Attributes that only instances have (``waiting_queue``, …) are used where they are needed.
 """
 
 from __future__ import annotations

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_coserve.replacements import replace
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 Req = Any
 ScheduleBatch = Any
@@ -153,7 +156,7 @@ def lends_graph_memory() -> bool:
 # --- KV checkpoints --------------------------------------------------------------------------
 
 
-def inserting_cache(kind: type) -> type:
+def inserting_cache(kind: type[UnifiedRadixCache]) -> type:
     class InsertingCache(kind):
         def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
             with self.inserting(req):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_coserve.errors import StartupError
 from sglang_coserve.replacements import replace
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 Req = Any
 ScheduleBatch = Any
@@ -288,7 +291,7 @@ def lends_graph_memory() -> bool:
 # --- KV checkpoints --------------------------------------------------------------------------
 
 
-def inserting_cache(kind: type) -> type:
+def inserting_cache(kind: type[UnifiedRadixCache]) -> type:
     """Return ``kind``, a subclass of ``UnifiedRadixCache``, that is notified of requests.
 
     Of an insertion by the context manager ``inserting(req)``, in which it takes place. Of the

@@ -1,0 +1,271 @@
+"""Finds in our sources what they override, replace, assign and use of SGLang's private names.
+
+``seams`` has an entry for each; tests compare the two. Nothing is imported: classes are followed
+through our imports to SGLang's.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+_OWN: Final = "sglang_coserve."
+_FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
+_FEW_LEVELS: Final = 8
+"""Own classes between a class and SGLang's, or names handed on; more is a circle."""
+
+_FUNCTION: Final = re.compile(r"^ *(?:async )?def (\w+)", re.MULTILINE)
+_PRIVATE: Final = re.compile(
+    r"^ *(?:(?:async )?def |class |self\.|)(_[a-z]\w*)(?:\(|:| =)", re.MULTILINE
+)
+
+
+def defined_in(package: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of functions, and the private names, that a package's files define."""
+    functions, private = set[str](), set[str]()
+    for path in package.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        functions.update(_FUNCTION.findall(text))
+        private.update(_PRIVATE.findall(text))
+    return frozenset(functions), frozenset(private)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A name of SGLang that a file of ours overrides, replaces, assigns or uses."""
+
+    name: str
+    """Dotted from ``sglang`` on where the owner is known; else the last part alone."""
+
+    where: str
+
+    @property
+    def last(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass
+class OwnFile:
+    """A file of ours, and what its names stand for."""
+
+    path: Path
+    root: Path
+    """The folder that holds ``sglang_coserve``."""
+
+    imports: dict[str, str] = field(default_factory=dict)
+    """Dotted, by the name in this file."""
+
+    def __post_init__(self) -> None:
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    self.imports[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of its syntax."""
+        return list(ast.walk(ast.parse(self.path.read_text(encoding="utf-8"))))
+
+    @property
+    def module(self) -> str:
+        """Its dotted name."""
+        return ".".join(self.path.relative_to(self.root).with_suffix("").parts)
+
+    def at(self, node: ast.AST) -> str:
+        """Return the place of a node, for messages."""
+        return f"{self.path.relative_to(self.root)}:{getattr(node, 'lineno', 0)}"
+
+
+class OwnUses:
+    """What files of ours use of SGLang. Reads each file once: O(their size)."""
+
+    def __init__(self, paths: Iterable[Path], root: Path) -> None:
+        self._files = {file.module: file for file in (OwnFile(path, root) for path in paths)}
+
+    def overridden(self) -> Iterator[Use]:
+        """Yield the members of SGLang's classes that our subclasses define, or that are assigned
+        to the classes."""
+        for file, node in self._nodes():
+            if isinstance(node, ast.ClassDef):
+                for base in self._bases(file, node):
+                    for member in node.body:
+                        if isinstance(member, _FUNCTIONS) and member.name != "__init__":
+                            yield Use(f"{base}.{member.name}", file.at(member))
+            for target in _assigned(node):
+                owner = isinstance(target.value, ast.Name) and file.imports.get(target.value.id)
+                if owner and owner.startswith("sglang."):
+                    yield Use(f"{owner}.{target.attr}", file.at(target))
+
+    def replaced(self) -> Iterator[Use]:
+        """Yield the names of SGLang's modules that get another value."""
+        for file, node in self._nodes():
+            if isinstance(node, ast.Call) and node.args and _called(node) == "replace":
+                for name in _texts(file, node.args[0]):
+                    if name.startswith("sglang."):
+                        yield Use(name, file.at(node))
+
+    def assigned(self) -> Iterator[Use]:
+        """Yield the attributes, by their last names, that are assigned to objects of others."""
+        for file, node in self._nodes():
+            for target in _assigned(node):
+                if not _is_own(target.value):
+                    yield Use(target.attr, file.at(target))
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "self.__dict__":
+                yield from (Use(name, file.at(node)) for name in _texts(file, node.slice))
+
+    def set_by_name(self) -> Iterator[Use]:
+        """Yield the texts in files that set attributes by variable names: some are these names."""
+        for file in self._files.values():
+            calls = (node for node in file.nodes if isinstance(node, ast.Call))
+            names = [node.args[1] for node in calls if _called(node) == "setattr"]
+            # An own attribute's name is a constant.
+            if any(isinstance(name, ast.Name) and name.id.islower() for name in names):
+                for node in file.nodes:
+                    if isinstance(node, ast.Constant) and str(node.value).isidentifier():
+                        yield Use(str(node.value), file.at(node))
+
+    def private(self) -> Iterator[Use]:
+        """Yield the private names that are imported, or used of an object that is not our own.
+
+        Of ``self`` in a subclass of SGLang's, a name that the class does not define is SGLang's.
+        """
+        for file, node in self._nodes():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang."):
+                for alias in filter(lambda alias: _is_private(alias.name), node.names):
+                    yield Use(f"{node.module}.{alias.name}", file.at(node))
+            elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+                if not _is_own(node.value):
+                    yield Use(node.attr, file.at(node))
+            elif isinstance(node, ast.ClassDef) and any(self._bases(file, node)):
+                within = list(ast.walk(node))
+                own = {target.attr for each in within for target in _assigned(each)}
+                own |= {each.name for each in within if isinstance(each, _FUNCTIONS)}
+                own |= {each.id for each in within if isinstance(each, ast.Name)}
+                uses = (each for each in within if isinstance(each, ast.Attribute))
+                for each in (each for each in uses if _is_own(each.value)):
+                    if _is_private(each.attr) and each.attr not in own:
+                        yield Use(each.attr, file.at(each))
+
+    def mentions(self, name: str) -> bool:
+        """Return whether a name occurs, be it as a text or as the end of one that is made."""
+        return name in self._words or name.endswith(self._ends)
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        found: set[str] = set()
+        for _, node in self._nodes():
+            if isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.alias | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.keyword):
+                found.add(node.arg or "")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.update(re.findall(r"\w+", node.value))
+        return frozenset(found)
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        made = (node.values[-1] for _, node in self._nodes() if isinstance(node, ast.JoinedStr))
+        ends = (str(end.value) for end in made if isinstance(end, ast.Constant))
+        return tuple(end for end in ends if re.fullmatch(r"_\w+", end))
+
+    def _nodes(self) -> Iterator[tuple[OwnFile, ast.AST]]:
+        for file in self._files.values():
+            for node in file.nodes:
+                yield file, node
+
+    def _bases(self, file: OwnFile, node: ast.ClassDef, depth: int = 0) -> Iterator[str]:
+        """Yield SGLang's classes that a class of ours inherits from, dotted."""
+        for base in node.bases:
+            yield from self._classes(file, ast.unparse(base).split("[")[0], depth)
+
+    def _classes(self, file: OwnFile, name: str, depth: int) -> Iterator[str]:
+        """Yield SGLang's classes that a name in a file stands for, or is made from."""
+        if depth > _FEW_LEVELS:
+            return
+        dotted = file.imports.get(name, "")
+        if dotted.startswith("sglang."):
+            yield dotted
+        elif dotted.startswith(_OWN):
+            module, _, own = dotted.rpartition(".")
+            if module in self._files:
+                yield from self._classes(self._files[module], own, depth + 1)
+        for node in file.nodes:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                yield from self._bases(file, node, depth + 1)
+            elif isinstance(node, ast.arg) and node.arg == name and node.annotation is not None:
+                for part in re.findall(r"type\[(\w+)\]", ast.unparse(node.annotation)):
+                    yield from self._classes(file, part, depth + 1)
+            elif (value := _value_of(node, name)) is not None and isinstance(value, ast.Call):
+                for made_from in value.args:
+                    yield from self._classes(file, ast.unparse(made_from), depth + 1)
+
+
+def _assigned(node: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield the attributes that a statement assigns."""
+    targets = list(getattr(node, "targets", ())) if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value):
+        targets = [node.target]
+    for target in targets:
+        for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+            if isinstance(part, ast.Attribute):
+                yield part
+
+
+def _value_of(node: ast.AST, name: str) -> ast.expr | None:
+    """Return what a statement assigns to a name; None if it does not."""
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    else:
+        return None
+    return node.value if name in map(ast.unparse, targets) else None
+
+
+def _called(node: ast.Call) -> str:
+    return ast.unparse(node.func).rpartition(".")[2]
+
+
+def _is_own(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _texts(file: OwnFile, node: ast.expr) -> Iterator[str]:
+    """Yield the texts that an expression may be: of constants, and of names in the same file."""
+    if isinstance(node, ast.Constant):
+        yield str(node.value)
+    elif isinstance(node, ast.Name):
+        for each in file.nodes:
+            if (value := _value_of(each, node.id)) is not None:
+                yield from _texts(file, value)
+            elif isinstance(each, ast.For) and isinstance(each.iter, ast.Tuple):
+                for item in each.iter.elts:
+                    if ast.unparse(each.target) == node.id:
+                        yield from _texts(file, item)
+                    elif ast.unparse(each.target).startswith(f"({node.id}, "):
+                        assert isinstance(item, ast.Tuple)
+                        yield from _texts(file, item.elts[0])
+    elif isinstance(node, ast.JoinedStr):
+        yield from _joined(file, node.values)
+
+
+def _joined(file: OwnFile, parts: list[ast.expr]) -> Iterator[str]:
+    if not parts:
+        yield ""
+        return
+    first = parts[0].value if isinstance(parts[0], ast.FormattedValue) else parts[0]
+    for begin in _texts(file, first):
+        for rest in _joined(file, parts[1:]):
+            yield begin + rest
