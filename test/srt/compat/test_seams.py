@@ -6,7 +6,9 @@ import ast
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 import seam_check
 import seam_report
+import sglang_coserve
 from own_uses import OwnUses, Use, defined_in
 from seam_check import own_files, problems
 from seams import SEAMS, NameUse, Reason, Seam, listed_in
@@ -25,6 +28,7 @@ INSTALLED = importlib.metadata.version("sglang")
 BATCH = "sglang/srt/managers/schedule_batch.py"
 REASON = Reason("a test", "SGLang lacks something.", "SGLang has it.")
 ROOT = Path(__file__).parents[3]
+UPSTREAM = ROOT / "docs" / "upstream"
 
 OF_OTHERS = frozenset(
     [
@@ -92,7 +96,7 @@ def test_both_files_have_every_function_and_one_of_them_is_used() -> None:
 
 @pytest.fixture(scope="module")
 def uses() -> OwnUses:
-    return OwnUses(own_files(), ROOT / "python")
+    return OwnUses(own_files(), Path(sglang_coserve.__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +168,33 @@ def test_no_entry_is_there_twice() -> None:
     assert len(entries) == len(set(entries))
     titles = re.findall("^== (.+)$", (ROOT / "scripts/seams/seams.txt").read_text(), re.M)
     assert len(titles) == len(set(titles))
+
+
+def test_patches_for_sglang_are_those_that_the_register_names() -> None:
+    named = re.findall(r"docs/upstream/(\w+)", " ".join(seam.reason.goes_when for seam in SEAMS))
+    assert set(named) == {folder.name for folder in UPSTREAM.iterdir() if folder.is_dir()}
+    for name in named:
+        assert (UPSTREAM / name / "README.md").is_file()
+        assert (UPSTREAM / name / f"{name}.patch").is_file()
+
+
+@pytest.mark.skipif(INSTALLED != "0.5.23", reason="the patches are for SGLang 0.5.23")
+@pytest.mark.parametrize("patch", sorted(UPSTREAM.glob("*/*.patch")), ids=lambda patch: patch.stem)
+def test_a_patch_fits_the_installed_sglang(patch: Path) -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    packages = Path(spec.origin).resolve().parents[1]
+    done = subprocess.run(
+        ["git", "apply", "--check", "--verbose", "-p2", "--include=sglang/*", str(patch)],
+        cwd=packages,
+        # Git would look at no file outside of a repository that it finds.
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(packages.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Checking patch sglang/" in done.stderr
 
 
 @pytest.mark.parametrize(
