@@ -6,8 +6,8 @@ everything in one directory:
 - ``service`` is what the routes call; ``schemas`` are the objects that it takes and gives.
 - ``state`` is the life of a batch as a pure function; ``job_driver`` does what a state
   calls for, ``job_lines`` has the line engine (``lines``) serve the lines of a batch.
-- ``store`` is SQLite, for what is known of files and batches; what is known of lines is
-  in the append-only files of ``lines``.
+- ``store`` keeps the rows of files and batches in SQLite. Records of lines are in the
+  append-only files of ``lines``.
 - ``eta`` says when a batch will be complete.
 - ``api`` puts routes and annexes together. Annexes are optional folders: ``uploads`` takes files
   in parts, ``webhooks`` delivers the ends of batches, ``responses`` makes a batch of one line of a

@@ -1,9 +1,9 @@
 """The Batch API over HTTP, as OpenAI's clients speak it: FastAPI routes without an engine.
 
 An application takes the routes with ``add_batch_routes`` and says with ``set_service`` what
-they serve; before that they answer 404. Whether a key is valid is for the application to
-check; here it only says whose things are whose. Only the operator's routes check theirs, set
-with ``set_admin_key``.
+they serve; before that they answer 404. The application checks keys; here a key only names the
+owner of files and batches. Only the operator's routes check a key themselves, the admin key that
+``set_admin_key`` sets.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 ::
 
-    coserve.sqlite      what is known of files, batches and events
+    coserve.sqlite      rows of files, batches and events
     files/<file id>     uploads, outputs and error files
     journal/<batch id>  generated tokens of lines that are not finished
-    order/<batch id>    in what order lines are served
+    order/<batch id>    the order in which lines are served
     in_doubt/<file id>  empty; says that the file is being added or deleted
-    in_flight           which lines the engine has
+    in_flight           the lines that the engine has
     spare               nothing, to be deleted where the disk is full
-    fatal_signal        where the server was when it died of a signal
+    fatal_signal        the stacks of a server that died of a signal
     lock
 
 Files in journal/ and order/ may be deleted at any time. The server deletes them when the disk is

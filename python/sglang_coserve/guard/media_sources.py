@@ -3,8 +3,8 @@
 SGLang 0.5.17 opens whatever a request names, in the process of the HTTP server: any URL,
 ``file://`` or a path. So anybody who may send a request, or a line of a
 batch, could read files of the server and call services that only it can reach (SSRF).
-Here the content is fetched before SGLang sees the request, and SGLang gets it inline,
-so that its loaders, of which several models have their own, open nothing.
+Here the content is fetched before SGLang sees the request, and SGLang gets it inline. So SGLang's
+loaders open nothing; several models have loaders of their own.
 
 What a file becomes once it is decoded is bounded, too (``sizes``), wherever the file comes from.
 """

@@ -37,8 +37,9 @@ _MOST_ROUNDS: Final = 128
 
 _COSTLY_S: Final = 0.001
 _REST: Final = 4.0
-"""Streams whose chunks take more than a millisecond to read have together a fifth of the loop's
-time: after each such chunk, none of them is read for four times as long."""
+"""A chunk is costly if it takes more than ``_COSTLY_S`` to read. After a costly chunk no such
+stream is read for ``_REST`` times as long, so all of them together take a fifth of the loop's time.
+"""
 
 
 class ParsingTooLongError(BaseException):

@@ -74,11 +74,12 @@ class Bill:
 
     The delay of a first token goes to the offline work between the request's arrival and that
     token, in proportion to the time. The delay of the other tokens goes to the offline work from
-    there to the last token. If no offline work ran then, earlier requests were delayed and delayed
-    this one: the delay goes to all offline work since the engine last had no online request, and to
-    the step that ran when the first of them came. If there was none either, nobody is billed,
-    because the delay has other reasons. An evicted prefix is an exception: its delay goes to the
-    last offline work before. Of very many jobs, only the jobs that ran last are charged.
+    there to the last token. If no offline work ran then, earlier online requests were delayed and
+    delayed this request. Its delay goes to all offline work since the engine last had no online
+    request, and to the step that ran when the first of these requests came. If no offline work ran
+    in that time either, the delay has other reasons, and nobody is billed. An evicted prefix is an
+    exception: its delay goes to the last offline work before. Of very many jobs, only the jobs that
+    ran last are charged.
     """
 
     def __init__(self) -> None:

@@ -60,8 +60,8 @@ class OfflineQueueConfig:
 class OfflineQueue:
     """Holds the waiting offline requests, and the positions of the running ones.
 
-    A request is added and waits; it is taken and runs; it is restored when it is retracted,
-    and waits again at its position; it is removed when it ends for whatever reason.
+    A request is added and waits. It is taken and runs. A retracted request is restored, and waits
+    again at its position. A request that ends, for any reason, is removed.
     A rid that is not in the queue is a ``RequestError``, unless it is said to be ignored.
 
     The next request is, by the first rule that applies:

@@ -1,8 +1,8 @@
 """Moves running lines between engines that begin them and engines with online requests (OOCO §3.2).
 
-Lines begin at relaxed engines, or at those of no pool. A strict engine, which serves online
-requests, says which running lines it would take over (``migration``), and gets those of the
-relaxed engines that suit it best. When the strict engine has no room for them any more, they go
+Lines begin at relaxed engines and at engines of no pool. A strict engine serves online requests. It
+names the lengths of running lines that it would take over (``migration``), and gets the best of the
+relaxed engines' lines. When the strict engine has no room for them any more, they go
 back. Lines that no strict engine wants end where they began.
 """
 

@@ -263,8 +263,8 @@ def start_scheduler(
 
 
 def num_core_sets(server_args: Any) -> int:
-    """As in ``v23``: here one for the ranks of all stages that have the same place among those of
-    a stage."""
+    """As in ``v23``. Ranks with the same place in their stages share one set, so there are as many
+    sets as ranks in a stage."""
     return int(server_args.tp_size)
 
 
