@@ -39,11 +39,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sglang_coserve.asgi import is_form, openai_error, replay, route_path, send_error
 from sglang_coserve.guard.chat_fields import CHAT_FIELDS
 from sglang_coserve.jsonl.body_limits import (
+    BodyCheck,
     BodyLimits,
-    BodyMeter,
     BodyNotTextError,
     BodyTooLargeError,
-    TextCheck,
     mended_json,
 )
 from sglang_coserve.told_faults import told_faults
@@ -148,7 +147,7 @@ class RequestGateMiddleware:
 
     async def _receive(self, chunks: list[bytes], receive: Receive) -> bool:
         """Receive a whole body in pieces; return False if the client has disconnected."""
-        meter, text = BodyMeter(self._limits()), TextCheck()
+        check = BodyCheck(self._limits())
         taken_bytes = 0
         try:
             while True:
@@ -158,8 +157,7 @@ class RequestGateMiddleware:
                     return False
                 chunks.append(content := message.get("body", b""))
                 is_complete = not message.get("more_body", False)
-                meter.take(content)
-                text.take(content, is_last=is_complete)
+                check.take(content, is_last=is_complete)
                 if is_complete:
                     return True
                 if self._held_bytes + len(content) > _MOST_HELD_BYTES:

@@ -1,9 +1,9 @@
-"""How much JSON a request may be, told from its bytes before anything parses it; and text that was
-cut in UTF-16, mended before anything tokenizes it.
+"""Limits of the JSON of a request, checked on its bytes before anything parses it.
 
-A parser holds the interpreter lock until it is done, in whatever thread it runs:
-nobody gets a token meanwhile. So what may be parsed is bounded, and what is beyond
-that is refused from its bytes alone, which are counted piece by piece.
+A parser holds the interpreter lock until it is done, in whatever thread it runs, and no client
+gets a token meanwhile. So bodies are bounded, and counted piece by piece.
+
+``mended_json`` mends text that was cut in UTF-16, before anything tokenizes it.
 """
 
 from __future__ import annotations
@@ -136,22 +136,25 @@ class BodyMeter:
             )
 
 
-class TextCheck:
-    """Checks that a body that comes in pieces is text in UTF-8, as JSON between programs must be.
+class BodyCheck:
+    """Measures a body that comes in pieces, and checks that it is text in UTF-8.
 
-    ``json.loads`` reads UTF-16 and UTF-32, too, which ``BodyMeter`` cannot count, and encoded
-    halves of surrogate pairs, which no message can hold.
+    JSON between programs must be UTF-8. ``json.loads`` also reads UTF-16 and UTF-32, which
+    ``BodyMeter`` cannot count, and encoded halves of surrogate pairs, which no message can hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: BodyLimits) -> None:
+        self._meter = BodyMeter(limits)
         self._decoder = getincrementaldecoder("utf-8")()
 
     def take(self, content: bytes, *, is_last: bool) -> None:
-        """Check the next piece; O(its length).
+        """Check the next piece; O(its length). Check nothing further once an error is raised.
 
         Raises:
-            BodyNotTextError: it is not UTF-8, or the last piece ends within a character.
+            BodyTooLargeError: the body is beyond a limit.
+            BodyNotTextError: the body is not UTF-8, or its last piece ends within a character.
         """
+        self._meter.take(content)
         try:
             for start in range(0, len(content), _PIECE_BYTES):
                 self._decoder.decode(content[start : start + _PIECE_BYTES])

@@ -276,3 +276,13 @@ def test_a_first_token_in_flight_is_not_overdue(last_token_s: float | None) -> N
     prompt = online(1000, arrival_s=-0.05)  # It takes longer than the first can wait.
     plan = scheduler("coserve", targets=targets).plan(snapshot(first, prompt), NO_CACHE)
     assert not plan.skips_decodes
+
+
+def test_a_piece_of_a_prompt_fits_beside_streams_whose_first_tokens_are_fast() -> None:
+    # A first token takes 11 ms alone, so +10% lets a step grow by 2.7 ms: 27 tokens.
+    brain = scheduler(
+        "coserve", queued(500), slos=["ttft p99 <= +10%"], stream_slowdown=1.0, min_chunk_tokens=32
+    )
+    seen = snapshot(*(online(10, DECODING) for _ in range(4)))
+    plan = brain.plan(seen, NO_CACHE)
+    assert [chunk.tokens for chunk in plan.prefills] == [64]

@@ -20,11 +20,10 @@ from sglang_coserve.asgi import openai_error
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.jsonl.body_limits import (
+    BodyCheck,
     BodyLimits,
-    BodyMeter,
     BodyNotTextError,
     BodyTooLargeError,
-    TextCheck,
     mended_json,
 )
 
@@ -124,14 +123,13 @@ class _Bounded:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._meter, self._text = BodyMeter(_JSON_LIMITS), TextCheck()
+        self._check = BodyCheck(_JSON_LIMITS)
 
     async def __call__(self) -> Message:
         message = await self._receive()
+        is_last = message["type"] == "http.request" and not message.get("more_body", False)
         try:
-            self._meter.take(content := message.get("body", b""))
-            is_last = message["type"] == "http.request" and not message.get("more_body", False)
-            self._text.take(content, is_last=is_last)
+            self._check.take(message.get("body", b""), is_last=is_last)
         except BodyTooLargeError as error:
             # FastAPI passes on an ``HTTPException`` of the body as it is; others it makes a 400.
             raise _BodyTooLarge(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from None

@@ -46,7 +46,7 @@ def serve_online(batch: StepBuilder, budget_s: float) -> None:
     if batch.lane is Lane.OFFLINE:
         return  # No online request waits for the end of such a step.
     added_s = max(slack_s * batch.context.timely - online_s, 0.0)
-    arrival_s = batch.context.allowance.arrival_s
+    arrival_s = max(batch.context.allowance.arrival_s, _least_added_s(batch))
     if batch.has_online_prompts:
         stats = batch.stats._replace(decode_requests=0, decode_context_tokens=0)
         batch.prompts_s = 0.0 if stats.is_empty else batch.model.predict(stats)
@@ -60,6 +60,22 @@ def serve_online(batch: StepBuilder, budget_s: float) -> None:
     batch.limit_offline(online_s + arrival_s, Bound.ARRIVAL)
     if _is_crowded(batch):
         batch.limit_offline(0.0, Bound.KV)
+
+
+def _least_added_s(batch: StepBuilder) -> float:
+    """Return the seconds that offline work may always add to a step of online decodes.
+
+    A short piece of a prompt fits them. Where first tokens take a few milliseconds alone, a tenth
+    of them is less, and offline work would stop while streams run. 0 where such a piece takes
+    longer than the decodes: it waits for a step without online work.
+    """
+    decodes = batch.online_decode_stats
+    if not decodes.decode_requests:
+        return 0.0
+    decodes_s = batch.model.predict(decodes)
+    piece = decodes.with_prefill(2 * batch.context.config.min_chunk_tokens, 0)
+    added_s = batch.model.predict(piece) - decodes_s
+    return added_s if added_s <= decodes_s else 0.0
 
 
 def _is_crowded(batch: StepBuilder) -> bool:
