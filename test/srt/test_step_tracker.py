@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
+from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.compat import set_computed_tokens
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.step_record import StepRecord, Suspension
 from sglang_coserve.srt.steps.step_tracker import StepTracker, TrackedStep
 
 
@@ -36,6 +38,15 @@ def prefill(*reqs: Req) -> Any:
     )
 
 
+def decode(*reqs: Req) -> Any:
+    return SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        reqs=list(reqs),
+        decoding_reqs=None,
+        seq_lens_cpu=torch.tensor([len(req.origin_input_ids) + 1 for req in reqs]),
+    )
+
+
 class Engine:
     """Passes at given times, each with a prefill. Results come at once, or later; in a pipeline
     just before the next turn of the micro-batch."""
@@ -53,7 +64,7 @@ class Engine:
         *,
         tokens: int | None = None,
         results: bool = True,
-    ) -> list[StepResult]:
+    ) -> list[StepRecord]:
         """One pass, with a prefill of one token more than the last one by default; return what it
         learned of earlier ones."""
         done = self.tracker.next_pass(now_s)
@@ -63,18 +74,28 @@ class Engine:
             self.ledger.add(req, now_s)
             batch = prefill(req)
         if step is not None:
-            self.tracker.started(step)
+            self.tracker.started(StepPlan(step=step))
         self.tracker.launched(batch)
         for batches in (self.launched, self._under_way):
             batches.append(batch)
         ended = self._under_way.popleft()
         if ended is not None and results:
-            self.tracker.processed(ended.reqs, [True])
+            self.processed(ended)
         return done
 
+    def processed(self, batch: Any) -> None:
+        """Give each request of a batch a token."""
+        processed(self.tracker, *batch.reqs)
 
-def times(results: list[StepResult]) -> list[tuple[int | None, float | None]]:
-    return [(result.step, result.seconds) for result in results]
+
+def processed(tracker: StepTracker, *reqs: Req) -> None:
+    for req in reqs:
+        req.output_ids.append(7)
+    tracker.processed(reqs)
+
+
+def times(records: list[StepRecord]) -> list[tuple[int | None, float | None]]:
+    return [(record.result.step, record.result.seconds) for record in records]
 
 
 def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
@@ -82,10 +103,16 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     assert engine.run(10.0, 0) == []
     assert times(engine.run(10.5, None)) == [(0, 0.5)]
     for number, place, began_s, ends_s in ((None, 1, 10.5, 11.0), (1, 2, 11.0, 11.25)):
-        (result,) = engine.run(ends_s, 1)
+        (record,) = engine.run(ends_s, 1)
         stats, chunks = StepStats.of([(place + 1, 0)]), (PrefillChunk(f"r{place}", place + 1),)
         served = ServedRequest(engine.ledger[f"r{place}"].info, ends_s)
-        assert result == StepResult(number, began_s, ends_s - began_s, stats, chunks, (served,))
+        assert record.result == StepResult(
+            number, began_s, ends_s - began_s, stats, chunks, (served,)
+        )
+
+
+def results(records: Iterable[StepRecord]) -> list[StepResult]:
+    return [record.result for record in records]
 
 
 def sizes(result: StepResult) -> list[int]:
@@ -96,21 +123,21 @@ def test_in_a_pipeline_a_step_lasts_until_its_micro_batch_has_its_turn_again() -
     engine = Engine(2)
     assert engine.run(10.0, tokens=1) == []
     assert engine.run(10.5, tokens=2) == []
-    (first,) = engine.run(11.0, tokens=3)
+    (first,) = results(engine.run(11.0, tokens=3))
     assert (first.seconds, sizes(first), first.concurrency) == (1.0, [0, 2], 1.5)
     assert first.served[0].token_s == 11.0
-    (second,) = engine.run(12.0, tokens=0)
+    (second,) = results(engine.run(12.0, tokens=0))
     assert (second.seconds, sizes(second), second.concurrency) == (1.5, [1, 3], 2.0)
-    (third,) = engine.run(12.25, tokens=0)
+    (third,) = results(engine.run(12.25, tokens=0))
     assert (third.seconds, sizes(third)) == (1.25, [2, 0])
     assert engine.run(13.0, tokens=0) == []
 
 
 def test_of_three_micro_batches_two_before_and_two_after_run_beside_a_step() -> None:
     engine = Engine(3)
-    results = [result for now in range(8) for result in engine.run(float(now), tokens=now + 1)]
-    assert [result.seconds for result in results] == [3.0] * 5
-    assert [sizes(result) for result in results][:3] == [[0, 0, 2, 3], [0, 1, 3, 4], [1, 2, 4, 5]]
+    ran = results(one for now in range(8) for one in engine.run(float(now), tokens=now + 1))
+    assert [result.seconds for result in ran] == [3.0] * 5
+    assert [sizes(result) for result in ran][:3] == [[0, 0, 2, 3], [0, 1, 3, 4], [1, 2, 4, 5]]
 
 
 def test_a_result_waits_for_its_tokens() -> None:
@@ -118,10 +145,10 @@ def test_a_result_waits_for_its_tokens() -> None:
     engine = Engine()
     engine.run(10.0, 0, results=False)
     assert engine.run(10.5, 1, results=False) == []
-    engine.tracker.processed(engine.launched[0].reqs, [True])
-    (result,) = engine.run(11.0, 2, results=False)
-    assert times([result]) == [(0, 0.5)]
-    assert result.served[0].token_s == 11.0
+    engine.processed(engine.launched[0])
+    (record,) = engine.run(11.0, 2, results=False)
+    assert times([record]) == [(0, 0.5)]
+    assert record.result.served[0].token_s == 11.0
 
 
 def test_batches_that_sglang_launched_without_a_pass_hold_up_no_results() -> None:
@@ -130,7 +157,7 @@ def test_batches_that_sglang_launched_without_a_pass_hold_up_no_results() -> Non
     later = request("later")
     engine.ledger.add(later, 10.2)
     engine.tracker.launched(prefill(later))
-    engine.tracker.processed([later], [True])
+    processed(engine.tracker, later)
     assert times(engine.run(10.5, 1)) == [(0, None), (None, None)]
     assert times(engine.run(11.0, 2)) == [(1, 0.5)]
 
@@ -138,7 +165,7 @@ def test_batches_that_sglang_launched_without_a_pass_hold_up_no_results() -> Non
 def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:
     engine = Engine()
     engine.run(1.0, 0, tokens=0)
-    assert engine.run(2.0, tokens=0) == [StepResult(0, 1.0)]
+    assert results(engine.run(2.0, tokens=0)) == [StepResult(0, 1.0)]
 
 
 def suspended_step() -> tuple[StepTracker, TrackedStep]:
@@ -147,10 +174,11 @@ def suspended_step() -> tuple[StepTracker, TrackedStep]:
     tracker, req = engine.tracker, request("a")
     engine.ledger.add(req, 1.0)
     tracker.next_pass(1.0)
-    tracker.started(0)
+    tracker.started(StepPlan(step=0))
     tracker.launched(prefill(req))
-    step = tracker.suspended()
-    tracker.processed((), ())
+    tracker.runs(1.0)
+    step = tracker.suspended(2, 1.5)
+    tracker.stopped()
     assert tracker.next_pass(1.5) == []
     return tracker, step
 
@@ -160,24 +188,59 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     live = tracker._ledger.get("a")
     req = live.req
     tracker.launched(prefill(request("other")))  # Of nobody's plan.
-    tracker.processed((), ())
+    processed(tracker)
     (other,) = tracker.next_pass(5.0)
-    assert (other.step, other.seconds) == (None, 3.5)
+    assert times([other]) == [(None, 3.5)]
     tracker.resumed(step)
     tracker.launched(prefill(req))
-    tracker.processed([req], [True])
-    (result,) = tracker.next_pass(5.25)
+    tracker.runs(5.0)
+    processed(tracker, req)
+    (record,) = tracker.next_pass(5.25)
+    result = record.result
     assert (result.step, result.started_s, result.seconds) == (0, 1.0, 0.75)
     assert result.suspensions == 1
     assert result.chunks == (PrefillChunk("a", 5),)
     assert [served.info.rid for served in result.served] == ["a"]
+    assert record.suspensions == (Suspension(2, 1.5, 5.0),)
+    assert (record.launched_s, record.ended_s, record.is_dropped) == (1.0, 5.25, False)
 
 
 def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran() -> None:
     tracker, step = suspended_step()
-    assert tracker.dropped(step, ["a"]) == StepResult(0, 1.0, 0.5, dropped=("a",))
+    record = tracker.dropped(step, ["a"], 2.0)
+    assert record.result == StepResult(0, 1.0, 0.5, dropped=("a",))
+    assert (record.suspensions, record.is_dropped) == ((Suspension(2, 1.5, 2.0),), True)
+    assert [(one.info.rid, one.is_new, one.token_s) for one in record.requests] == [
+        ("a", True, None)
+    ]
     tracker.launched(None)
     assert tracker.next_pass(2.0) == []
+
+
+def test_a_record_has_the_requests_of_both_classes_and_their_tokens() -> None:
+    engine = Engine()
+    tracker, reqs = engine.tracker, [request("a"), request("b")]
+    for req in reqs:
+        engine.ledger.add(req, 0.5)
+    tracker.next_pass(1.0)
+    tracker.launched(prefill(*reqs))
+    tracker.runs(1.1, paced_s=0.25)
+    reqs[0].output_ids.append(7)
+    tracker.processed(reqs)  # More of the other prompt is to be computed.
+    (record,) = tracker.next_pass(2.0)
+    assert [(one.info.rid, one.token_s, one.last_s, one.is_new) for one in record.requests] == [
+        ("a", 2.0, None, True),
+        ("b", None, None, True),
+    ]
+    assert [one.info.rid for one in record.first] == ["a"]
+    assert (record.launched_s, record.paced_s, record.ended_s) == (1.1, 0.25, 2.0)
+    engine.ledger.forget("b")
+    tracker.launched(decode(reqs[0]))
+    processed(tracker, reqs[0])
+    (record,) = tracker.next_pass(3.0)
+    (row,) = record.requests
+    assert (row.token_s, row.last_s, row.prompt_tokens, row.is_new) == (3.0, 2.0, 0, False)
+    assert (record.first, [info.rid for info in record.left]) == ((), ["b"])
 
 
 def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
@@ -189,9 +252,10 @@ def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     engine.tracker.launched(prefill(aborted))
     engine.ledger.forget("a")
     engine.ledger.add(namesake, 1.5)
-    engine.tracker.processed([aborted], [True])
-    (result,) = engine.tracker.next_pass(2.0)
-    assert (result.served, result.chunks) == ((), (PrefillChunk("a", 5),))
+    processed(engine.tracker, aborted)
+    (record,) = engine.tracker.next_pass(2.0)
+    assert (record.result.served, record.result.chunks) == ((), (PrefillChunk("a", 5),))
+    assert record.requests == ()
     left = engine.ledger.live(namesake)
     assert left.last_token_s is None
 

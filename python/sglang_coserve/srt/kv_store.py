@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -19,9 +19,8 @@ class KvStore:
     tells the store of everything else.
     """
 
-    def computed(self, batch: ScheduleBatch, offline: Sequence[bool]) -> None:
-        """Save KV of a batch whose results are processed; ``offline`` says which of its requests
-        are offline."""
+    def computed(self, batch: ScheduleBatch) -> None:
+        """Save KV of the offline requests of a batch whose results are processed."""
 
     def begin_pass(self, now_s: float) -> None:
         """Begin to load what requests wanted in the last pass; ``now_s`` is the same on all ranks.

@@ -13,6 +13,7 @@ from interference_bench.load import Load
 from interference_bench.outcome import RunOutcome
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.step import StepResult
+from sglang_coserve.srt.steps.step_record import StepRecord
 from sglang_coserve.srt.forward_kind import has_online_prompts
 
 TARGETS_MS: Final[Mapping[str, float]] = {"slo_ttft_ms": 300.0, "slo_tpot_ms": 30.0}
@@ -205,10 +206,10 @@ class ObservedEngine(CpuClockEngine):
         tracker = self._scheduler.parts.admission._steps
         next_pass = tracker.next_pass
 
-        def watched(*arguments: Any) -> list[StepResult]:
-            results: list[StepResult] = next_pass(*arguments)
-            self._observed.results += results
-            return results
+        def watched(*arguments: Any) -> list[StepRecord]:
+            records: list[StepRecord] = next_pass(*arguments)
+            self._observed.results += [record.result for record in records]
+            return records
 
         tracker.next_pass = watched
 

@@ -2,57 +2,49 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
-
-from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.recompute_meter import RecomputeMeter
+from sglang_coserve.srt.steps.request_ledger import LiveRequest, RequestLedger
 from srt.kv_checkpoint.bare_cache import new_request
+from srt.monitoring.records import decode, info, prompt, record
 
 
-def ran(meter: RecomputeMeter, reqs: list[Any], extends: Sequence[tuple[int, int]] = ()) -> None:
-    """Let a batch end that gives its whole requests a token; ``extends`` are (cached, computed)
-    tokens by request of a prefill."""
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    mode = ForwardMode.EXTEND if extends else ForwardMode.DECODE
-    batch = ScheduleBatch(reqs=reqs, forward_mode=mode)
-    batch.prefix_lens = [begin for begin, _ in extends]
-    batch.extend_lens = [tokens for _, tokens in extends]
-    ends = [sum(extend) for extend in extends] or [math.inf] * len(reqs)
-    for req, end in zip(reqs, ends, strict=True):
-        if end >= len(req.origin_input_ids) + len(req.output_ids):
-            req.output_ids.append(7)
-    meter.ran(batch, list(map(is_offline, reqs)))
-
-
-def taxes(meter: RecomputeMeter, name: str) -> tuple[int, int]:
-    stats = meter.state()[name]
-    return stats["recomputed_tokens"], stats["computed_tokens"]
+def live(tokens: int = 100) -> LiveRequest:
+    ledger = RequestLedger(None)
+    ledger.add(new_request("off", range(tokens), offline=True), 0.0)
+    return ledger["off"]
 
 
 def test_tokens_count_as_recomputed_up_to_where_the_request_had_been() -> None:
-    meter = RecomputeMeter()
-    offline, online = (new_request(rid, range(100), offline=rid == "off") for rid in ("off", "on"))
-    ran(meter, [offline, online], [(0, 100), (40, 60)])
+    request = live()
+    request.req.output_ids.append(7)
+    assert request.recomputes(0, 100) == 0
     for _ in range(20):
-        ran(meter, [offline])
-    assert taxes(meter, "offline") == (0, 120)
+        request.req.output_ids.append(7)
     # It resumes from its first 96 tokens: of the 120 that had KV, 24 are computed again.
-    ran(meter, [offline], [(96, 25)])
-    assert taxes(meter, "offline") == (24, 145)
-    ran(meter, [offline])
+    request.req.output_ids.append(7)
+    assert request.recomputes(96, 25) == 24
+    request.req.output_ids.append(7)
     # And again, in two chunks.
-    ran(meter, [offline], [(64, 32)])
-    ran(meter, [offline], [(96, 27)])
-    assert taxes(meter, "offline") == (24 + 32 + 26, 146 + 32 + 27)
-    assert taxes(meter, "online") == (0, 60)
+    assert request.recomputes(64, 32) == 32
+    request.req.output_ids.append(7)
+    assert request.recomputes(96, 27) == 26
 
 
 def test_a_prompt_whose_prefill_was_interrupted_counts_once() -> None:
-    meter, req = RecomputeMeter(), new_request("off", range(100), offline=True)
-    ran(meter, [req], [(0, 64)])
-    ran(meter, [req], [(48, 52)])
-    assert taxes(meter, "offline") == (16, 116)
+    request = live()
+    assert request.recomputes(0, 64) == 0
+    request.req.output_ids.append(7)
+    assert request.recomputes(48, 52) == 16
+
+
+def test_classes_are_counted_apart() -> None:
+    meter = RecomputeMeter()
+    online, offline = info("on"), info("off", offline=True)
+    meter.ended(record(0.0, 1.0, prompt(online, 1.0, tokens=60), prompt(offline, 1.0, tokens=100)))
+    meter.ended(record(1.0, 2.0, decode(online, 1.0, 2.0), decode(offline, 1.0, 2.0)))
+    again = prompt(offline, 3.0, tokens=25, recomputed_tokens=24, is_new=False)
+    meter.ended(record(2.0, 3.0, again, decode(online, 2.0, 3.0)))
+    state = meter.state()
+    assert state["online"] == {"computed_tokens": 62, "recomputed_tokens": 0, "tax": 0.0}
+    assert state["offline"]["computed_tokens"] == 126
+    assert state["offline"]["recomputed_tokens"] == 24

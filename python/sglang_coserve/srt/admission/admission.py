@@ -33,7 +33,8 @@ from sglang_coserve.srt.safepoint.instrument import Stops
 from sglang_coserve.srt.steps.clocks import RankTime
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
-from sglang_coserve.srt.steps.request_ledger import BatchResults, ending_of, packed_tokens
+from sglang_coserve.srt.steps.request_ledger import ending_of, packed_tokens
+from sglang_coserve.srt.steps.step_record import StepRecord
 
 Req = Any
 ScheduleBatch = Any
@@ -59,9 +60,20 @@ class Admission:
     """
 
     def __init__(
-        self, parts: EngineParts, core: Core, forget: Callable[[Req, Ending], None]
+        self,
+        parts: EngineParts,
+        core: Core,
+        forget: Callable[[Req, Ending], None],
+        observe: Callable[[StepRecord], None],
     ) -> None:
-        """Admit nothing yet. ``forget`` is called with each request that has ended, and how."""
+        """Admit nothing yet.
+
+        Args:
+            parts: The parts of the engine.
+            core: Plans the steps.
+            forget: Called with each request that has ended, and how.
+            observe: Called with the record of each step, after the core has learned from it.
+        """
         self.core = core
         self._scheduler = parts.scheduler
         self._parts = parts
@@ -74,6 +86,7 @@ class Admission:
         self._events = parts.events
         self._tell_advisory = parts.advisory.tell
         self._forget = forget
+        self._observe = observe
         self._plans_online = parts.config.plans_online
         self._steps = parts.tracker
         self._lane = parts.lane
@@ -90,7 +103,6 @@ class Admission:
         """The requests that were put back in each of the last passes, the oldest pass first. The
         core learns that they wait once the results of their last step have come."""
 
-        self._ended: list[Req] = []
         self._plans = PlanExecution(parts, self._waiting, self._refuse)
         self._leaves_online = False
         """The next pass has no plan: SGLang admitted none of the online prompts of the last plan
@@ -170,9 +182,9 @@ class Admission:
         return len(self._view.paused_requests) + len(self._view.suspended)
 
     def kept(self) -> Iterable[Req]:
-        """Return the requests that are kept here alone: those that wait, and those that have ended
-        and are yet to be forgotten. O(waiting)."""
-        return (*self._waiting.values(), *self._ended)
+        """Return the requests that wait, and those whose results are yet to be looked at.
+        O(waiting)."""
+        return (*self._waiting.values(), *self._steps.kept())
 
     def forget(self, rid: str, ending: Ending) -> None:
         """Drop what is kept of a request that has ended, if anything is; to be called before the
@@ -227,9 +239,8 @@ class Admission:
         self._leases.begin_pass(time.now_s, self.core.online_lease_s(time.now_s))
         self._kv_store.begin_pass(time.now_s)
         self._learn(time)
-        for req in self._ended:
+        for req in self._steps.take_ended():
             self._forget(req, ending_of(req.finished_reason.to_json()))
-        self._ended = []
         settled = self._settling.popleft()
         self._settling.append([])
         for req in settled:
@@ -309,7 +320,7 @@ class Admission:
             self._tell(self.core.no_room, rid)
         if executed.is_started:
             self._tell(self.core.start, plan, executed.admitted)
-            self._steps.started(plan.step)
+            self._steps.started(plan)
         result = executed.result
         if self._clock.pacer is not None and plan.lane is Lane.SHARED:
             error = self.core.prediction_error.mape or 0.0
@@ -339,7 +350,9 @@ class Admission:
         return self._view.displaces_another(waiting[0], online)
 
     def _drop(self) -> None:
-        self._tell(self.core.update, self._lane.drop())
+        record = self._lane.drop()
+        self._tell(self.core.update, record.result)
+        self._observe(record)
         self._events["dropped"] += 1
 
     def give_up(self) -> None:
@@ -347,46 +360,38 @@ class Admission:
         if self._lane.suspended is not None:
             self._drop()
 
-    def launched(self, batch: ScheduleBatch | None) -> None:
-        """Note the batch with which a pass ends, planned or not; None if nothing is to run."""
-        self._steps.launched(batch)
-
-    def stopped(self) -> None:
-        """Note that the batch that was launched first has no result: it was suspended."""
-        self._steps.processed((), ())
-
-    def processed(self, results: BatchResults) -> None:
-        """Note the results of the batch that was launched first.
-
-        Requests that ended are forgotten when the next pass begins.
-        """
-        self._ended += results.ended
-        self._steps.processed(results.reqs, results.has_token)
-        if self._waiting and not self._fail_safe.is_stopped:
-            for req in results.first_online:
-                self._tell_advisory("shared prefixes", self._report_left, req)
-
-    def _report_left(self, req: Req) -> None:
-        """Tell the core of an offline request that can use the prompt of an online one."""
-        waiting = self.core.queue.nearest(pack_tokens(req.origin_input_ids))
-        if waiting is not None and waiting.rid in self._waiting:
-            self._report_cached(waiting.rid)
+    def _report_left(self, record: StepRecord) -> None:
+        """Tell the core of offline requests that can use the prompts of a step's online ones."""
+        for request in record.requests:
+            if request.token_s is None or request.last_s is not None or not request.info.is_online:
+                continue
+            if (live := self._ledger.get(request.info.rid)) is None:
+                continue
+            waiting = self.core.queue.nearest(pack_tokens(live.req.origin_input_ids))
+            if waiting is not None and waiting.rid in self._waiting:
+                self._report_cached(waiting.rid)
 
     def _report_cached(self, rid: str) -> None:
         if cached_tokens := self._ledger.match_prefix(self._waiting[rid]):
             self.core.cached(rid, cached_tokens)
 
     def _learn(self, time: RankTime) -> None:
-        """Tell the core the results that are complete since the last pass."""
-        results = self._steps.next_pass(time.now_s, time.parts_s, time.results_s)
-        if not results and len(self.core.interference):
+        """Tell the core and the observers of the steps that are complete since the last pass."""
+        records = self._steps.next_pass(time.now_s, time.parts_s, time.results_s)
+        if not records and len(self.core.interference):
             # Nothing ran, but the baseline goes on: it may be behind.
-            results = [StepResult(None, time.now_s)]
-        for result in results:
-            if self._fail_safe.is_stopped:
-                self._tell_advisory("judgement", self.core.update, replace(result, step=None))
-            else:
-                self._tell(self.core.update, result)
+            self._update(StepResult(None, time.now_s))
+        for record in records:
+            self._update(record.result)
+            self._observe(record)
+            if self._waiting and not self._fail_safe.is_stopped:
+                self._tell_advisory("shared prefixes", self._report_left, record)
+
+    def _update(self, result: StepResult) -> None:
+        if self._fail_safe.is_stopped:
+            self._tell_advisory("judgement", self.core.update, replace(result, step=None))
+        else:
+            self._tell(self.core.update, result)
 
     def cached_tokens(self, rid: str) -> int | None:
         """See ``PrefixCache``."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.core.kv_loads import most_loaded_tokens
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_store import KvStore
+from sglang_coserve.srt.marks.request_marks import is_offline
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
@@ -36,9 +37,9 @@ class CheckpointStore(KvStore):
         self._held_since_s: dict[str, float] = {}
         self._now_s = 0.0
 
-    def computed(self, batch: ScheduleBatch, offline: Sequence[bool]) -> None:
+    def computed(self, batch: ScheduleBatch) -> None:
         """Begin the copies of a step."""
-        self._cache.checkpoint_step(_progress(batch, offline))
+        self._cache.checkpoint_step(_progress(batch))
 
     def begin_pass(self, now_s: float) -> None:
         """Begin to load the KV on the host of requests that were held back in the last pass."""
@@ -103,7 +104,7 @@ class CheckpointStore(KvStore):
         }
 
 
-def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[Req, int]]:
+def _progress(batch: ScheduleBatch) -> Iterator[tuple[Req, int]]:
     """Yield the offline requests of a processed batch, each with the length of its computed KV.
 
     All tokens except the last have KV; SGLang's own length may include a token in flight under
@@ -112,7 +113,7 @@ def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[R
     """
     is_extend = batch.forward_mode.is_extend()
     for place, req in enumerate(batch.reqs):
-        if not offline[place] or not compat.holds_kv(req) or req.finished():
+        if not is_offline(req) or not compat.holds_kv(req) or req.finished():
             continue
         computed = len(req.origin_input_ids) + len(req.output_ids) - 1
         if is_extend and batch.prefix_lens[place] + batch.extend_lens[place] < computed:

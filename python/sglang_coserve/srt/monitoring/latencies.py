@@ -7,13 +7,14 @@ each token by itself would cost more than a thousandth of a step.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from sglang_coserve.core.control.bill import Delay
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.step_record import StepRecord, StepRequest
 
 WAIT_BUCKETS_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -56,7 +57,7 @@ class Buckets:
 
 
 class LatencyHistograms:
-    """What is gathered of requests by class; for one rank. ``StepTrace`` follows the requests."""
+    """Latencies, prompt tokens and cached tokens of requests by class, from records of steps."""
 
     def __init__(self) -> None:
         classes = ("online", "offline")
@@ -67,21 +68,32 @@ class LatencyHistograms:
         self.prompt_tokens = dict.fromkeys(classes, 0)
         self.cached_tokens = dict.fromkeys(classes, 0)
 
-    def begun(self, info: RequestInfo, cached_tokens: int, now_s: float) -> None:
-        """Take in that a request is in its first batch; the prefix cache had so many tokens of its
-        prompt."""
+    def ended(self, record: StepRecord) -> None:
+        """Record the requests that began in a step, and their tokens. O(requests)."""
+        if record.result.batch.prefill_requests or record.is_dropped:
+            for request in record.requests:
+                if request.is_new:
+                    self._begun(request, record.launched_s)
+        for request in record.first:
+            waited_s = record.ended_s - request.info.arrival_s
+            self.ttft[request.info.request_class.value].add(max(0.0, waited_s))
+        # Most requests of a step had their last tokens in the same step.
+        lasts = Counter(
+            [
+                (request.info.is_online, request.last_s)
+                for request in record.requests
+                if request.token_s is not None and request.last_s is not None
+            ]
+        )
+        for (is_online, last_s), count in lasts.items():
+            self.gaps["online" if is_online else "offline"].add(record.ended_s - last_s, count)
+
+    def _begun(self, request: StepRequest, now_s: float) -> None:
+        info = request.info
         name = info.request_class.value
         self.queued[name].add(max(0.0, now_s - info.arrival_s))
         self.prompt_tokens[name] += info.prompt_tokens
-        self.cached_tokens[name] += min(cached_tokens, info.prompt_tokens)
-
-    def first_token(self, info: RequestInfo, now_s: float) -> None:
-        """Take in that a request got its first token."""
-        self.ttft[info.request_class.value].add(max(0.0, now_s - info.arrival_s))
-
-    def gaps_ended(self, is_online: bool, gap_s: float, count: int) -> None:
-        """Take in that so many requests got another token after so long."""
-        self.gaps["online" if is_online else "offline"].add(gap_s, count)
+        self.cached_tokens[name] += min(request.context_tokens, info.prompt_tokens)
 
     def billed(self, delays: Iterable[Delay]) -> None:
         """Take in what was billed; early tokens are not delayed."""

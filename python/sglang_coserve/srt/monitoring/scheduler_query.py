@@ -23,7 +23,10 @@ PULSE: Final = "pulse"
 """The error that stopped offline work, or None. Any answer shows that a scheduler runs."""
 
 LAST_STEPS: Final = "last steps"
-"""What ran in so many seconds: ``SchedulerStatus.last_steps``."""
+"""The steps of so many last seconds: ``SchedulerStatus.last_steps``."""
+
+STEPS_OF: Final = "steps of"
+"""The kept steps of a request, by its id: ``SchedulerStatus.steps_of``."""
 
 LEAVE: Final = "leave"
 """That requests leave, by their ids, with their KV, which is that of a model. The answer is those

@@ -12,7 +12,6 @@ from sglang_coserve.core.control.bill import BillReport
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS, Admission
-from sglang_coserve.srt.forward_kind import kind_of
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.exporter import (
     REPLICA_METRICS,
@@ -33,11 +32,12 @@ from sglang_coserve.srt.monitoring.scheduler_query import (
     PULSE,
     STANDING,
     STATUS,
+    STEPS_OF,
     asked,
 )
-from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
+from sglang_coserve.srt.monitoring.step_ring import StepDocument, StepRing
 from sglang_coserve.srt.steps.engine_parts import EngineParts
-from sglang_coserve.srt.steps.request_ledger import BatchResults
+from sglang_coserve.srt.steps.step_record import StepRecord
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.monitoring.request_spans import RequestSpans
@@ -86,8 +86,8 @@ class SchedulerStatus:
         self._exporter: Exporter | None = None
         self._latencies: LatencyHistograms | None = None
         self._spans: RequestSpans | None = None
-        self._trace: StepTrace | None = None
-        """Of rank 0 alone: all ranks have the same state."""
+        self._steps: StepRing | None = None
+        """The last steps, on rank 0; None on other ranks, which have the same steps."""
 
         if not compat.is_first_rank(scheduler):
             return
@@ -104,7 +104,7 @@ class SchedulerStatus:
                 labels["dp_rank"] = str(dp_rank)
             self._exporter = Exporter(REPLICA_METRICS, labels)
             self._latencies = LatencyHistograms()
-        self._trace = StepTrace(self._latencies)
+        self._steps = StepRing()
 
     def internal_state(self) -> dict[str, Any]:
         """Return the state of this replica for ``/coserve/status``."""
@@ -162,6 +162,7 @@ class SchedulerStatus:
             STANDING: lambda: self._ask(self.state, {}),
             BATCH_DELAYS: lambda: self._ask(self.batch_delays_s, None),
             LAST_STEPS: lambda seconds: self._ask(lambda: self.last_steps(seconds), []),
+            STEPS_OF: lambda rid: self._ask(lambda: self.steps_of(rid), None),
             LEAVE: let_leave,
         }
         return {ANSWER_KEY: answers[question](*arguments)}
@@ -171,55 +172,35 @@ class SchedulerStatus:
         bill = self._bill()
         return None if bill is None else dict(bill.jobs)
 
-    def last_steps(self, seconds: float) -> list[Record]:
-        """Return the last ``seconds`` of steps, as far as they are kept (``StepTrace``)."""
-        return [] if self._trace is None else self._trace.since(time.perf_counter() - seconds)
+    def last_steps(self, seconds: float) -> list[StepDocument]:
+        """Return the steps of the last ``seconds``, as far as they are kept."""
+        return [] if self._steps is None else self._steps.since(time.perf_counter() - seconds)
+
+    def steps_of(self, rid: str) -> StepDocument | None:
+        """Return the kept steps of a request; None if it is in none."""
+        return None if self._steps is None else self._steps.of_request(rid)
 
     def switched_off(self, part: str) -> None:
         """Publish that a part has failed and is off; at once, for it may be this one."""
         if self._exporter is not None:
             self._exporter.publish({"advisory_off": {part: 1}})
 
-    def launched(self, batch: Any) -> None:
-        """Note the batch with which a pass ends; None if nothing is to run. To be called before
-        the ledger's ``launched``."""
-        if self._trace is None:
+    def ended(self, record: StepRecord) -> None:
+        """Take in a step, and publish if that is due. O(its requests)."""
+        if self._steps is None:
             return
-        now_s, lane = time.perf_counter(), self._lane
-        if batch:
-            self._trace.launched(batch, now_s, lane, self._ledger)
-        if self._spans is not None:
-            self._spans.launched(batch, now_s, lane)
-
-    def stopped(self) -> None:
-        """Note that the batch that was launched first has been suspended."""
-        suspended = self._lane.suspended
-        if self._trace is None or suspended is None:
-            return
-        now_s = time.perf_counter()
-        # SGLang's own object has no rows any more.
-        reqs = suspended.batch.reqs
-        self._trace.ended(now_s, reqs, suspended.kind, stopped_at=suspended.layer)
-        if self._spans is not None:
-            self._spans.suspended(suspended, now_s)
-
-    def processed(self, batch: Any, results: BatchResults) -> None:
-        """Note the results of a batch, and publish if that is due."""
-        if self._trace is not None:
-            now_s = time.perf_counter()
-            self._recompute.ran(batch, results.offline)
-            self._trace.ended(now_s, results.reqs, kind_of(batch), results.has_token)
-            self._publish_if_due(now_s)
-
-    def forget(self, rid: str) -> None:
-        """Drop what is kept of a request that has ended."""
-        if self._trace is not None:
-            self._recompute.forget(rid)
-            self._trace.forget(rid, time.perf_counter())
+        self._recompute.ended(record)
+        self._steps.add(record)
+        for observer in (self._latencies, self._spans):
+            if observer is not None:
+                observer.ended(record)
+        for request in record.first:
+            self._lane.safepoints.stats.first_token(request.info.rid, record.ended_s)
+        self._publish_if_due(time.perf_counter())
 
     def idle(self) -> None:
         """Publish if that is due."""
-        if self._trace is not None:
+        if self._steps is not None:
             self._publish_if_due(time.perf_counter())
 
     def _publish_if_due(self, now_s: float) -> None:

@@ -33,7 +33,8 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
     model_names,
 )
 from sglang_coserve.srt.monitoring.scheduler_query import LAST_STEPS, STANDING, ask
-from sglang_coserve.srt.monitoring.step_trace import Record, process_name, trace_events, trace_text
+from sglang_coserve.srt.monitoring.step_ring import StepDocument
+from sglang_coserve.srt.monitoring.step_trace import process_name, trace_events, trace_text
 from sglang_coserve.srt.monitoring.told_settings import told
 from sglang_coserve.srt.routes.drain import Health
 from sglang_coserve.view.page import Page
@@ -120,11 +121,11 @@ def add_trace_route(http_server: Any) -> Any:
     return trace
 
 
-def _file(traces: Sequence[Sequence[Record]]) -> bytes:
+def _file(traces: Sequence[Sequence[StepDocument]]) -> bytes:
     events = []
-    for process, records in enumerate(traces, 1):
+    for process, steps in enumerate(traces, 1):
         events.append(process_name(f"sglang_coserve, replica {process - 1}", process=process))
-        events += trace_events(records, process)
+        events += trace_events(steps, process)
     return trace_text(events).encode()
 
 

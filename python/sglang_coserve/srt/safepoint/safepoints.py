@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -79,15 +79,12 @@ class SafepointStats:
         while len(self._awaited) > _SAMPLES:
             self._awaited.popitem(last=False)
 
-    def results(self, reqs: Iterable[Any], now_s: float) -> None:
-        """Record requests that may have got a first token. O(1) if no such arrival is pending."""
-        if not self._awaited:
-            return
-        for req in reqs:
-            if req.output_ids and (times := self._awaited.pop(req.rid, None)) is not None:
-                arrival_s, stopped_s = times
-                self._delays["stop_to_first_token"].append(now_s - stopped_s)
-                self._delays["arrival_to_first_token"].append(now_s - arrival_s)
+    def first_token(self, rid: str, now_s: float) -> None:
+        """Record that a request has got its first token. O(1)."""
+        if (times := self._awaited.pop(rid, None)) is not None:
+            arrival_s, stopped_s = times
+            self._delays["stop_to_first_token"].append(now_s - stopped_s)
+            self._delays["arrival_to_first_token"].append(now_s - arrival_s)
 
     def forget(self, rid: str) -> None:
         """Discard a pending arrival that has ended."""

@@ -28,6 +28,7 @@ from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.scheduler.request_intake import LiveRequests, RequestIntake
 from sglang_coserve.srt.steps.clocks import RankClock
 from sglang_coserve.srt.steps.engine_parts import EngineParts
+from sglang_coserve.srt.steps.step_record import StepRecord
 
 Req = Any
 
@@ -102,7 +103,11 @@ class CoserveParts(EngineParts):
         # The other ranks decide alike.
         if config.record_plans is not None and compat.is_first_rank(scheduler):
             core = recorded(setup, config.record_plans, self.advisory)
-        return Admission(self, core, self.live.forget)
+        return Admission(self, core, self.live.forget, self._observe)
+
+    def _observe(self, record: StepRecord) -> None:
+        """Let the observers take in a step."""
+        self.advisory.tell("status", self.status.ended, record)
 
     def _switched_off(self, part: str, error: Exception) -> None:
         logger.error(
@@ -124,7 +129,6 @@ class CoserveParts(EngineParts):
         self.ledger.forget(rid)
         self.kv_store.forget(rid)
         self.lane.safepoints.stats.forget(rid)
-        self.advisory.tell("status", self.status.forget, rid)
         self.intake.name_is_free(rid)
 
     def _engine_size(self) -> EngineSize:

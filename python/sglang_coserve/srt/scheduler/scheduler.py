@@ -26,7 +26,6 @@ from sglang_coserve.srt.scheduler.parts import CoserveParts
 from sglang_coserve.srt.scheduler.undecodable import refuse_undecodable
 from sglang_coserve.srt.steps.clocks import RankClock, RankTime
 from sglang_coserve.srt.steps.offline_lane import SUSPENDED
-from sglang_coserve.srt.steps.request_ledger import BatchResults
 
 Req = Any
 ScheduleBatch = Any
@@ -160,9 +159,7 @@ class CoserveScheduler(Scheduler):
         if plan.batch_to_run is None:
             self.parts.moves.yield_to_threads()
         self.parts.view.end_turn(plan.batch_to_run)
-        self.parts.admission.launched(plan.batch_to_run)
-        self.parts.advisory.tell("status", self.parts.status.launched, plan.batch_to_run)
-        self.parts.ledger.launched(plan.batch_to_run)
+        self.parts.tracker.launched(plan.batch_to_run)
         self.parts.live.settle()
         return plan
 
@@ -200,32 +197,26 @@ class CoserveScheduler(Scheduler):
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         """Run a batch, which may be suspended at a safepoint."""
+        self.parts.tracker.runs(time.perf_counter(), self._rank_clock.paced_s)
         forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
         run = partial(self.parts.lane.run, batch, self.parts.admission.stops, forward)
         return self._rank_clock.timed(run, has_prefills=batch.forward_mode.is_extend())
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        """Let SGLang process and send the results of a batch, and notify the parts."""
+        """Let SGLang process and send the results of a batch, and note its requests."""
         if self._rank_clock.pacer is not None:
             self._rank_clock.pacer.ended(result)
         if result is SUSPENDED:
-            self.parts.advisory.tell("status", self.parts.status.stopped)
-            self.parts.admission.stopped()
+            self.parts.tracker.stopped()
             return
         reqs = list(batch.reqs)
-        before = [len(req.output_ids) for req in reqs]
         GUARD.mend_results(batch, result)
         has_prompts = batch.forward_mode.is_extend()
         self._began_offline_alone = has_prompts and not has_online_prompts(batch)
         super().process_batch_result(batch, result)
         self._began_offline_alone = False
-        results = BatchResults.of(reqs, before, self.parts.ledger)
-        self.parts.kv_store.computed(batch, results.offline)
-        tell = self.parts.advisory.tell
-        tell("status", self.parts.status.processed, batch, results)
-        self.parts.admission.processed(results)
-        stats = self.parts.lane.safepoints.stats
-        tell("safepoint delays", stats.results, batch.reqs, time.perf_counter())
+        self.parts.kv_store.computed(batch)
+        self.parts.tracker.processed(reqs)
 
     def publish_load_snapshot(self, force: bool = False) -> Any:
         """Publish the load; after steps with offline prompts alone as often as after decodes."""

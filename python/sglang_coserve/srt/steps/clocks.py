@@ -63,6 +63,9 @@ class LaunchPacer:
         """When the last results came; None before any."""
 
         self._woke_s = 0.0
+        self.paced_s = 0.0
+        """Length of the last wait before requests were received, in seconds."""
+
         self._expected_s = 0.0
         self._early_s = 0.0
         self._ends_s = -math.inf
@@ -110,11 +113,13 @@ class LaunchPacer:
 
     def wait(self) -> None:
         """Wait until requests are to be received."""
+        began_s = time.perf_counter()
         if self._in_flight and self._host_s and self._done is not None:
             until_s = self._ends_s - self._early_s - max(self._host_s)
             while (left_s := until_s - time.perf_counter()) > 0 and not self._done.query():
                 time.sleep(min(left_s, _POLL_S))
         self._woke_s = time.perf_counter()
+        self.paced_s = self._woke_s - began_s
 
     def _begins(self, at_s: float) -> None:
         self._ends_s = at_s + self._expected_s if self._expected_s else -math.inf
@@ -252,6 +257,11 @@ class RankClock:
         """Note a wait for copies, which is no work of the host."""
         if self.pacer is not None:
             self.pacer.waited(seconds)
+
+    @property
+    def paced_s(self) -> float:
+        """Seconds for which pacing has held back what is launched next; 0 on ranks not paced."""
+        return 0.0 if self.pacer is None else self.pacer.paced_s
 
     def read(self) -> RankTime:
         """Return the time, and what has become known since it was read last."""

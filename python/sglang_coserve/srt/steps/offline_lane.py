@@ -20,7 +20,6 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_coserve.core.snapshot import SuspendedStep
-from sglang_coserve.core.step import StepResult
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind, has_online_prompts, kind_of, num_decodes
 from sglang_coserve.srt.safepoint.gates import order_behind_pass
@@ -28,6 +27,7 @@ from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Stops
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
+from sglang_coserve.srt.steps.step_record import StepRecord
 from sglang_coserve.srt.steps.step_tracker import StepTracker, TrackedStep
 
 Req = Any
@@ -251,7 +251,7 @@ class OfflineLane:
         # Layer states (Mamba) were prepared for the first part of the step: not once more.
         suspended.mamba_clear_indices = None
         suspended.mamba_cow_src_indices = suspended.mamba_cow_dst_indices = None
-        tracked = self._tracker.suspended()
+        tracked = self._tracker.suspended(layer, time.perf_counter())
         self.suspended = SuspendedBatch(tracked, suspended, kind, layer, outputs)
         self._view.suspended_batch = suspended
         if self._view.chunk is not None and self._view.chunk is _chunk_of(suspended):
@@ -262,8 +262,8 @@ class OfflineLane:
         batch.chunked_req = batch.decoding_reqs = None
         return kind
 
-    def drop(self) -> StepResult:
-        """Drop the suspended step; return its result.
+    def drop(self) -> StepRecord:
+        """Drop the suspended step; return its record.
 
         They are retracted with what they had before the step; those that were aborted meanwhile
         end here.
@@ -277,7 +277,7 @@ class OfflineLane:
         for req in self._retraction.release_unfinished(batch, num_prefills):
             self._answer_aborted(req)
         self.has_left_decodes = False
-        return self._tracker.dropped(suspended.tracked, rids)
+        return self._tracker.dropped(suspended.tracked, rids, time.perf_counter())
 
     def _take(self) -> SuspendedBatch | None:
         suspended, self.suspended, self._view.suspended_batch = self.suspended, None, None

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final
 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat import cached_prefix_tokens, computed_tokens, holds_kv, prefix_tokens
-from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of
 from sglang_coserve.srt.marks.request_marks import is_offline, targets_of
 from sglang_coserve.srt.steps.paused_requests import has_plain_state
 
 Req = Any
-ScheduleBatch = Any
 
-_MATCHED_WAITING = 8
+_MATCHED_WAITING: Final = 8
 """Number of waiting online requests whose cached prefix is looked up in each round; the others
 count as not cached."""
+
+_MOST_LEFT: Final = 1 << 12
+"""Most requests kept for ``take_left``: an idle engine, whose requests are all aborted while they
+wait, may have none who takes them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,29 @@ class LiveRequest:
 
     last_token_s: float | None = None
     """Time of its last token."""
+
+    output_tokens: int = 0
+    """Length of its output, by the last results."""
+
+    prefilled_tokens: int = 0
+    """Most tokens of the prompt that have been computed, until the prompt was whole."""
+
+    was_whole: bool = False
+    """True once all tokens but the last have been computed."""
+
+    def recomputes(self, context_tokens: int, tokens: int) -> int:
+        """Record that ``tokens`` tokens behind ``context_tokens`` were computed.
+
+        Return how many of them had been computed before: the recompute tax of retraction. Tokens
+        that were found in the cache count as computed.
+        """
+        end = context_tokens + tokens
+        is_whole = end >= len(self.req.origin_input_ids) + len(self.req.output_ids) - 1
+        # The last token of a whole request was not computed before.
+        before = end - is_whole if self.was_whole else self.prefilled_tokens
+        self.was_whole |= is_whole
+        self.prefilled_tokens = max(self.prefilled_tokens, end)
+        return max(0, min(before, end) - context_tokens)
 
     def came(self, at_s: float) -> None:
         """Record a token."""
@@ -74,6 +99,7 @@ class RequestLedger:
         """Those that were part of a batch; the others hold no KV."""
 
         self._tokens = Counter[RequestClass]()
+        self._left: deque[RequestInfo] = deque(maxlen=_MOST_LEFT)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -129,12 +155,14 @@ class RequestLedger:
         self._tokens[info.request_class] += length_tokens
         return info
 
-    def launched(self, batch: ScheduleBatch | None) -> None:
-        """Record the batch of a scheduling round. O(its prompts)."""
-        if batch and batch.forward_mode.is_extend():
-            for req in prefilled(batch):
-                if (live := self._live.get(req.rid)) is not None:
-                    self._begun[req.rid] = live
+    def began(self, req: Req) -> bool:
+        """Record that a request is in a batch; return True if it is in one for the first time."""
+        live = self.live(req)
+        if live is None or req.rid in self._begun:
+            return False
+        live.output_tokens = len(req.output_ids)
+        self._begun[req.rid] = live
+        return True
 
     def has_begun(self, rid: str) -> bool:
         """Return whether a request has been part of a batch."""
@@ -163,7 +191,14 @@ class RequestLedger:
         if live is not None:
             del self._of_class[live.info.request_class][rid]
             self._tokens[live.info.request_class] -= live.length_tokens
+            self._left.append(live.info)
         self._begun.pop(rid, None)
+
+    def take_left(self) -> tuple[RequestInfo, ...]:
+        """Return the requests that were removed since the last call."""
+        left = tuple(self._left)
+        self._left.clear()
+        return left
 
     def decoding_requests(self, reqs: Iterable[Req], state: RequestState) -> list[Request]:
         """Return those that generate or are paused as a snapshot has them."""
@@ -240,42 +275,3 @@ def ending_of(reason: Mapping[str, Any] | None) -> Ending:
         return Ending.COMPLETE
     status = reason.get("status_code") if reason is not None else None
     return Ending.ABORTED if status is None or status < 500 else Ending.REFUSED
-
-
-@dataclass(slots=True)
-class BatchResults:
-    """The results of a batch; the sequences are kept by who asks, and must not change."""
-
-    reqs: Sequence[Req]
-    """Its requests, in its order."""
-
-    has_token: list[bool] = field(default_factory=list)
-    """Which of them got a token."""
-
-    offline: list[bool] = field(default_factory=list)
-    """Which of them are offline."""
-
-    ended: list[Req] = field(default_factory=list)
-    first_online: list[Req] = field(default_factory=list)
-    """Online requests that got their first token."""
-
-    @classmethod
-    def of(
-        cls, reqs: Sequence[Req], tokens_before: Sequence[int], ledger: RequestLedger
-    ) -> BatchResults:
-        """Return the results of a batch that was just processed. O(requests).
-
-        ``tokens_before`` are the output tokens that each of ``reqs`` had before it.
-        """
-        results = cls(reqs)
-        for req, before in zip(reqs, tokens_before, strict=True):
-            live, tokens = ledger.live(req), len(req.output_ids)
-            # One that has ended may be in one more batch, which SGLang has begun by then.
-            offline = is_offline(req) if live is None else not live.is_online
-            results.offline.append(offline)
-            results.has_token.append(tokens > before)
-            if req.finished():
-                results.ended.append(req)
-            if not offline and not before and tokens == 1:
-                results.first_online.append(req)
-        return results

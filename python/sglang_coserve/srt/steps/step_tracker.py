@@ -1,33 +1,60 @@
-"""Tracks the batches of the engine, and turns each into a ``StepResult`` for the core."""
+"""Tracks the batches of the engine, and turns each into a ``StepRecord``."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, StepResult
+from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, prefilled, stats_of
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.step_record import StepRecord, StepRequest, Suspension
 
 Req = Any
 ScheduleBatch = Any
 
 
+class _Prompt(NamedTuple):
+    """A piece of a prompt in a launched batch."""
+
+    tokens: int
+    context_tokens: int
+    is_new: bool
+    """True in the first batch of its request."""
+
+
+_NO_PROMPT = _Prompt(0, 0, is_new=False)
+
+
 @dataclass(slots=True)
 class TrackedStep:
-    """A step whose result is not complete yet."""
+    """A step whose record is not complete yet."""
 
     result: StepResult
-    """What is known of it."""
+    """The part of the record for the core, as far as it is known."""
+
+    plan: StepPlan | None
+    kind: ForwardKind | None
+    prompts: Mapping[str, _Prompt]
+    """Pieces of prompts by rid."""
 
     has_results: bool
-    """Whether its results are in: it is known which requests got a token."""
+    """True when it is known which requests got a token."""
 
     untimed_parts: int = 0
-    """Parts of it that were launched, and whose times are not known yet."""
+    """Launched parts whose times are not known yet."""
+
+    launched_s: float = 0.0
+    paced_s: float = 0.0
+    ended_s: float = 0.0
+    requests: tuple[StepRequest, ...] = ()
+    first: tuple[StepRequest, ...] = ()
+    suspensions: list[Suspension] = field(default_factory=list)
+    stopped: tuple[int, float] | None = None
+    """The layer and the time at which the step was suspended; None unless it is suspended."""
 
     def learn(self, **values: Any) -> None:
         """Set fields of its result."""
@@ -39,13 +66,33 @@ class TrackedStep:
         if seconds > 0 and not self.result.batch.is_empty:
             self.learn(seconds=(self.result.seconds or 0.0) + seconds)
 
+    def goes_on(self, now_s: float) -> None:
+        """Note that the suspended step is resumed, or dropped."""
+        assert self.stopped is not None
+        self.suspensions.append(Suspension(*self.stopped, now_s))
+        self.stopped = None
+
+    def record(self) -> StepRecord:
+        """Return the record, as far as it is known."""
+        return StepRecord(
+            result=self.result,
+            plan=self.plan,
+            kind=self.kind,
+            launched_s=self.launched_s,
+            ended_s=self.ended_s,
+            paced_s=self.paced_s,
+            requests=self.requests,
+            first=self.first,
+            suspensions=tuple(self.suspensions),
+        )
+
 
 class StepTracker:
     """Tracks every batch of the engine in order, planned by the core or not.
 
     "Pass" here is one scheduling round of SGLang's event loop, not a forward pass. A pass begins
-    (``next_pass``), may carry out a step of the core (``started``), and launches its batch
-    (``launched``). The batch may be suspended while it runs
+    (``next_pass``), may carry out a plan of the core (``started``), has its batch (``launched``),
+    and runs the batch (``runs``). The batch may be suspended while it runs
     (``suspended``), and then be resumed (``resumed``) or dropped in a later pass. Its results
     come in the same or the next pass (``processed``). A batch that the core did not plan is a
     step without a number.
@@ -54,6 +101,8 @@ class StepTracker:
     the device, a part lasts from pass to pass. If it runs ahead (overlap scheduling, except on a
     CPU), the device tells how long its parts were (``PartTimer``). In a pipeline of K micro-batches
     a batch runs for K passes, until its micro-batch is next again.
+
+    Times named ``now_s`` are the same on all ranks, except where a method says otherwise.
     """
 
     def __init__(
@@ -67,7 +116,7 @@ class StepTracker:
         self._is_overlapped = is_overlapped
         self._micro_batches = micro_batches
         self._pass_s: float | None = None
-        self._planned: int | None = None
+        self._plan: StepPlan | None = None
         self._planning_s = 0.0
         self._resumed: TrackedStep | None = None
         self._last: deque[TrackedStep | None] = deque(maxlen=2 * micro_batches - 1)
@@ -79,15 +128,17 @@ class StepTracker:
         self._running: deque[TrackedStep] = deque()
         """Launched batches whose results are pending, in order."""
 
-        self._results: list[tuple[TrackedStep, Sequence[Req], Sequence[bool]]] = []
-        """Results since the last pass: the step, its requests, and whether each got a token."""
+        self._processed: list[tuple[TrackedStep, Sequence[Req], Sequence[int]]] = []
+        """Steps with results since the last pass: the requests of the batch, and the length of the
+        output of each in tokens."""
 
         self._open: deque[TrackedStep] = deque()
+        self._ended: list[Req] = []
 
     def next_pass(
         self, now_s: float, parts_s: Sequence[float] = (), results_s: float | None = None
-    ) -> list[StepResult]:
-        """Begin a pass; return the results that are complete now, in order. O(their requests).
+    ) -> list[StepRecord]:
+        """Begin a pass; return the records that are complete now, in order. O(their requests).
 
         Args:
             now_s: The time.
@@ -103,14 +154,27 @@ class StepTracker:
             parts_s = [now_s - self._pass_s if is_one else 0.0] * len(self._untimed)
         for part_s in parts_s:
             self._untimed.popleft().ran(part_s)
-        for step, reqs, has_token in self._results:
-            self._note_results(step, reqs, has_token, now_s if results_s is None else results_s)
-        self._results.clear()
+        for step, reqs, tokens in self._processed:
+            self._note_results(step, reqs, tokens, now_s if results_s is None else results_s)
+        self._processed.clear()
         self._pass_s = now_s
-        results = []
+        records = []
         while self._open and not self._open[0].untimed_parts and self._open[0].has_results:
-            results.append(self._open.popleft().result)
-        return results
+            records.append(self._open.popleft().record())
+        if records:
+            records[-1] = replace(records[-1], left=self._ledger.take_left())
+        return records
+
+    def take_ended(self) -> list[Req]:
+        """Remove and return the requests that ended with the results known by this pass."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def kept(self) -> Iterator[Req]:
+        """Yield the requests whose results came since the last pass, ended ones among them."""
+        yield from self._ended
+        for _, reqs, _ in self._processed:
+            yield from reqs
 
     def decided(self, now_s: float) -> None:
         """Note that what is to be run in this pass was decided by now."""
@@ -118,24 +182,26 @@ class StepTracker:
         if not self._is_overlapped and self._micro_batches == 1 and self._pass_s is not None:
             self._planning_s = now_s - self._pass_s
 
-    def started(self, step: int) -> None:
-        """Record that this pass carries out a step of the core."""
-        self._planned = step
+    def started(self, plan: StepPlan) -> None:
+        """Record that this pass carries out a plan of the core."""
+        self._plan = plan
 
     def launched(self, batch: ScheduleBatch | None) -> None:
         """Record the batch that this pass launches; None if nothing is to run. O(requests)."""
-        number, self._planned = self._planned, None
+        plan, self._plan = self._plan, None
         planning_s, self._planning_s = self._planning_s, 0.0
         step, self._resumed = self._resumed, None
         if step is not None:
             self._open.append(step)
-        elif number is not None or batch:
+        elif plan is not None or batch:
             assert self._pass_s is not None
-            stats, chunks = _content(batch)
+            kind, stats, chunks = _content(batch)
+            number = None if plan is None else plan.step
             result = StepResult(
                 number, self._pass_s, batch=stats, chunks=chunks, planning_s=planning_s
             )
-            step = TrackedStep(result, has_results=not batch)
+            prompts = self._prompts(batch, kind)
+            step = TrackedStep(result, plan, kind, prompts, has_results=not batch)
             self._open.append(step)
         self._last.append(step)
         if batch:
@@ -145,10 +211,37 @@ class StepTracker:
             if self._micro_batches == 1:
                 self._untimed.append(step)
 
-    def suspended(self) -> TrackedStep:
-        """Return the step of the batch launched last, which was suspended."""
+    def runs(self, now_s: float, paced_s: float = 0.0) -> None:
+        """Record that the batch of this pass, or the rest of a suspended one, runs from now on.
+
+        ``paced_s`` says how long pacing has held the launch back. Both are times of this rank.
+        """
+        step = self._last[-1]
+        if step is None:
+            return
+        if step.stopped is None:
+            step.launched_s, step.paced_s = now_s, paced_s
+        else:
+            step.goes_on(now_s)
+
+    def _prompts(self, batch: ScheduleBatch, kind: ForwardKind | None) -> Mapping[str, _Prompt]:
+        if kind is None or kind is ForwardKind.DECODE:
+            return {}
+        began = self._ledger.began
+        lens = zip(batch.extend_lens, batch.prefix_lens, strict=True)
+        return {
+            req.rid: _Prompt(tokens, context_tokens, began(req))
+            for req, (tokens, context_tokens) in zip(prefilled(batch), lens, strict=False)
+        }
+
+    def suspended(self, layer: int, now_s: float) -> TrackedStep:
+        """Return the step of the batch launched last, which was suspended before ``layer``.
+
+        ``now_s`` is the time of this rank.
+        """
         step = self._open.pop()
         assert step is self._last[-1]
+        step.stopped = layer, now_s
         return step
 
     def resumed(self, step: TrackedStep) -> None:
@@ -156,16 +249,36 @@ class StepTracker:
         step.learn(suspensions=step.result.suspensions + 1)
         self._resumed = step
 
-    def dropped(self, step: TrackedStep, rids: Sequence[str]) -> StepResult:
-        """Return the result of a suspended step that is dropped."""
+    def dropped(self, step: TrackedStep, rids: Sequence[str], now_s: float) -> StepRecord:
+        """Return the record of a suspended step that is dropped.
+
+        ``now_s`` is the time of this rank.
+        """
+        step.goes_on(now_s)
         result = step.result
         # What it ran is lost, and not known before the device has told.
         seconds = None if step.untimed_parts else result.seconds
-        return StepResult(result.step, result.started_s, seconds, dropped=tuple(rids))
+        lost = StepResult(result.step, result.started_s, seconds, dropped=tuple(rids))
+        known = [(self._ledger.get(rid), prompt) for rid, prompt in step.prompts.items()]
+        requests = [
+            StepRequest(live.info, None, live.last_token_s, *prompt[:2], is_new=prompt.is_new)
+            for live, prompt in known
+            if live is not None
+        ]
+        record = step.record()
+        return replace(record, result=lost, ended_s=now_s, requests=tuple(requests))
 
-    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Record the results of the oldest pending batch: its requests, and which got a token."""
-        self._results.append((self._running.popleft(), reqs, has_token))
+    def stopped(self) -> None:
+        """Record that the oldest pending batch has no results: it was suspended."""
+        self._processed.append((self._running.popleft(), (), ()))
+
+    def processed(self, reqs: Sequence[Req]) -> None:
+        """Record that SGLang has processed the results of the oldest pending batch. O(requests).
+
+        ``reqs`` are the requests of the batch; the sequence must not change.
+        """
+        tokens = [len(req.output_ids) for req in reqs]
+        self._processed.append((self._running.popleft(), reqs, tokens))
 
     def _note_round(self, now_s: float) -> None:
         """Set the duration of the current micro-batch's last step, and what overlapped with it."""
@@ -183,37 +296,55 @@ class StepTracker:
             step.learn(seconds=seconds)
 
     def _note_results(
-        self, step: TrackedStep, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float
+        self, step: TrackedStep, reqs: Sequence[Req], output_tokens: Sequence[int], now_s: float
     ) -> None:
-        """Note the tokens of a step, and whose its requests were."""
-        live_of, served, offline_jobs = self._ledger.live, [], []
-        for req, has in zip(reqs, has_token, strict=True):
+        """Note the requests of a step and their tokens, which came at ``now_s``. O(requests)."""
+        live_of, prompt_of = self._ledger.live, step.prompts.get
+        requests: list[StepRequest] = []
+        first: list[StepRequest] = []
+        served: list[ServedRequest] = []
+        tokens_of = Counter[str | None]()
+        for req, num_tokens in zip(reqs, output_tokens, strict=True):
             live = live_of(req)
             if live is None:
                 continue  # It was aborted meanwhile, and another one may have its rid.
+            info, last_s = live.info, live.last_token_s
+            token_s = now_s if num_tokens > live.output_tokens else None
+            live.output_tokens = num_tokens
+            tokens, context_tokens, is_new = prompt_of(info.rid, _NO_PROMPT)
+            again = live.recomputes(context_tokens, tokens) if tokens else 0
+            is_last = req.finished()
+            request = StepRequest(
+                info, token_s, last_s, tokens, context_tokens, again, is_new, is_last
+            )
+            requests.append(request)
             if live.is_online:
-                token_s = now_s if has else None
-                served.append(ServedRequest(live.info, token_s))
+                served.append(ServedRequest(info, token_s))
             else:
-                offline_jobs.append(live.info.job)
-            if has:
+                tokens_of[info.job] += tokens or 1
+            if token_s is not None:
                 live.came(now_s)
+                if last_s is None:
+                    first.append(request)
+            if is_last:
+                self._ended.append(req)
         step.has_results = True
-        tokens_of = Counter(() if step.result.batch.is_empty else offline_jobs)
-        for rid, tokens in step.result.chunks if tokens_of else ():
-            live = self._ledger.get(rid)
-            if live is not None and not live.is_online:
-                tokens_of[live.info.job] += tokens - 1
+        step.ended_s = now_s
+        step.requests, step.first = tuple(requests), tuple(first)
+        if step.result.batch.is_empty:
+            tokens_of.clear()
         jobs = tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])
         step.learn(served=tuple(served), jobs=jobs)
 
 
-def _content(batch: ScheduleBatch | None) -> tuple[StepStats, tuple[PrefillChunk, ...]]:
-    """Return the sums over a batch that is ready to run, and its prefills."""
+def _content(
+    batch: ScheduleBatch | None,
+) -> tuple[ForwardKind | None, StepStats, tuple[PrefillChunk, ...]]:
+    """Return the kind of a batch that is ready to run, the sums over it, and its prefills."""
     kind = kind_of(batch) if batch else None
     if batch is None or kind is None:
-        return StepStats(), ()
+        return None, StepStats(), ()
     prefills = () if kind is ForwardKind.DECODE else prefilled(batch)
     lens = batch.extend_lens if prefills else ()
     chunks = [PrefillChunk(req.rid, tokens) for req, tokens in zip(prefills, lens, strict=False)]
-    return stats_of(batch, kind), tuple(chunks)
+    return kind, stats_of(batch, kind), tuple(chunks)

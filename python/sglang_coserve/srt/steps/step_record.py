@@ -1,0 +1,89 @@
+"""The record of a step: one immutable value with everything that observers may ask.
+
+``StepTracker`` makes it, in the only loop over the requests of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.step import StepPlan, StepResult
+from sglang_coserve.srt.forward_kind import ForwardKind
+
+
+class StepRequest(NamedTuple):
+    """A request of a step. Times are in seconds."""
+
+    info: RequestInfo
+    token_s: float | None
+    """Time of its token in this step; None without a token."""
+
+    last_s: float | None
+    """Time of its token before this step; None before its first token."""
+
+    prompt_tokens: int = 0
+    """Prompt tokens that the step computed; 0 for a decode."""
+
+    context_tokens: int = 0
+    """Tokens before these prompt tokens, all with KV; 0 for a decode."""
+
+    recomputed_tokens: int = 0
+    """Prompt tokens, of those computed, that an earlier step had computed already."""
+
+    is_new: bool = False
+    """True in the first step of the request."""
+
+    is_last: bool = False
+    """True if the request has ended with this step."""
+
+
+class Suspension(NamedTuple):
+    """A suspension of a step. Times are in seconds."""
+
+    layer: int
+    """The first layer that had not run."""
+
+    stopped_s: float
+    resumed_s: float
+    """Time at which the step went on, or was dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step that the engine has run, or has suspended and dropped. Times are in seconds."""
+
+    result: StepResult
+    """The part from which the core learns."""
+
+    plan: StepPlan | None = None
+    """The plan of the step; None if SGLang alone composed the step."""
+
+    kind: ForwardKind | None = None
+    """The kind of its batch; None if nothing ran, or for a batch of another kind."""
+
+    launched_s: float = 0.0
+    """Time at which the host began to launch its batch, for the first time if it was suspended."""
+
+    ended_s: float = 0.0
+    """Time at which its results came, or at which it was dropped."""
+
+    paced_s: float = 0.0
+    """Time for which the host held its launch back, so that it could have newer requests."""
+
+    requests: tuple[StepRequest, ...] = ()
+    """Its requests, without those that were aborted before its results came. Of a dropped step the
+    prompts, whose tokens are lost."""
+
+    first: tuple[StepRequest, ...] = ()
+    """Requests that got their first token in this engine."""
+
+    suspensions: tuple[Suspension, ...] = ()
+    left: tuple[RequestInfo, ...] = ()
+    """Requests that have left the engine since the record before this one."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if the step was suspended and then dropped: its work is lost."""
+        return bool(self.result.dropped)

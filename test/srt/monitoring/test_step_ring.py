@@ -1,0 +1,114 @@
+"""The ring of the last steps: as documents, as Perfetto's events, and as the story of a request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sglang_coserve.core.step import StepResult
+from sglang_coserve.srt.monitoring import step_ring
+from sglang_coserve.srt.monitoring.step_ring import StepRing
+from sglang_coserve.srt.monitoring.step_trace import trace_events
+from sglang_coserve.srt.steps.step_record import StepRecord, Suspension
+from srt.monitoring.records import decode, info, prompt, record
+
+
+def ring(*records: StepRecord) -> StepRing:
+    kept = StepRing()
+    for each in records:
+        kept.add(each)
+    return kept
+
+
+def events(*records: StepRecord) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in trace_events(ring(*records).since(0.0), process=1)]
+
+
+def slices(*records: StepRecord) -> list[dict[str, Any]]:
+    return [event for event in events(*records) if event["ph"] == "X"]
+
+
+def test_a_suspended_step_is_a_slice_for_each_part() -> None:
+    offline = info("a", offline=True)
+    stop = Suspension(layer=4, stopped_s=1.5, resumed_s=2.0)
+    ran = record(1.0, 2.25, prompt(offline, 2.25, is_last=True), suspensions=(stop,))
+    first, second = slices(ran)
+    assert (first["name"], first["ts"], first["dur"]) == ("extend, suspended", 1e6, 5e5)
+    assert (second["name"], second["ts"], second["dur"]) == ("extend, resumed", 2e6, 2.5e5)
+    assert (first["args"]["from_layer"], second["args"]["from_layer"]) == (0, 4)
+    assert [event["ph"] for event in events(ran)] == ["b", "X", "X", "n", "e"]
+
+
+def test_the_span_of_an_aborted_request_ends_before_the_next_step() -> None:
+    gone, other = info("gone"), info("other")
+    ran = record(1.0, 2.0, prompt(gone, 2.0), prompt(other, 2.0))
+    after = record(2.5, 2.75, decode(other, 2.0, 2.75), left=(gone,))
+    (end,) = (event for event in events(ran, after) if event["ph"] == "e")
+    assert (end["id"], end["ts"]) == ("gone", 2.5e6)
+
+
+def test_a_dropped_step_ends_where_it_stopped() -> None:
+    offline, stop = info("a", offline=True), Suspension(layer=4, stopped_s=1.5, resumed_s=2.0)
+    lost = StepResult(0, 1.0, 0.5, dropped=("a",))
+    beside = record(1.6, 1.8, decode(info("b"), 1.0, 1.8), number=1)
+    dropped = record(1.0, 2.0, prompt(offline, None), suspensions=(stop,), result=lost)
+    other, part = slices(beside, dropped)
+    assert (other["ts"], part["ts"], part["dur"]) == (1.6e6, 1e6, 5e5)
+    assert part["name"] == "extend, suspended"
+
+
+def test_under_overlap_a_step_begins_when_the_step_before_it_has_ended() -> None:
+    online = info("a")
+    steps = [record(1.0, 2.0, decode(online, 0.9, 2.0)), record(1.1, 3.0, decode(online, 2.0, 3.0))]
+    assert [(one["ts"], one["dur"]) for one in slices(*steps)] == [(1e6, 1e6), (2e6, 1e6)]
+
+
+def test_old_steps_make_room_and_documents_name_few_requests() -> None:
+    kept = StepRing()
+    decodes = [decode(info(str(number)), 0.0, 1.0) for number in range(40)]
+    for number in range(step_ring._MOST_STEPS + 100):
+        kept.add(record(float(number), number + 0.5, *decodes))
+    documents = kept.since(0.0)
+    assert len(documents) == step_ring._MOST_STEPS
+    assert documents[-1]["requests"] == {"online": 40, "offline": 0}
+    assert len(documents[-1]["online"]) == 32
+    assert len(kept.since(documents[-1]["ended_s"])) == 1
+    json.dumps(documents)
+
+
+def test_the_steps_of_a_request_tell_what_it_waited_for() -> None:
+    mine, other = info("mine", arrival_s=1.25), info("other", offline=True)
+    kept = ring(
+        record(0.0, 1.0, prompt(other, None)),  # Before the request came.
+        record(1.0, 2.0, prompt(other, 2.0, is_new=False)),
+        record(2.0, 2.5, prompt(mine, None, tokens=2), number=1, paced_s=0.125),
+        record(2.5, 3.0, prompt(mine, 3.0, tokens=1, is_new=False), decode(other, 2.0, 3.0)),
+        record(3.0, 4.0, decode(mine, 3.0, 4.0), decode(other, 3.0, 4.0)),
+        record(4.0, 5.0, decode(other, 4.0, 5.0)),  # After its last token.
+    )
+    found = kept.of_request("mine")
+    assert found is not None
+    assert found["request"] == {
+        "rid": "mine",
+        "arrival_s": 1.25,
+        "is_whole": True,
+        "class": "online",
+        "prompt_tokens": 3,
+    }
+    steps = found["steps"]
+    assert [step["role"] for step in steps] == ["waits", "prefill", "prefill", "decode"]
+    assert [step.get("gap_s") for step in steps] == [None, None, 1.75, 1.0]
+    assert [step["prompt_tokens_of_request"] for step in steps] == [0, 2, 1, 0]
+    assert steps[1]["paced_s"] == 0.125
+    assert steps[3]["plan"]["bound_by"] == "gap"
+    assert steps[3]["requests"] == {"online": 1, "offline": 1}
+    assert kept.of_request("nobody") is None
+
+
+def test_a_request_whose_beginning_is_gone_has_no_first_gap() -> None:
+    mine = info("mine")
+    kept = ring(record(3.0, 4.0, decode(mine, 3.0, 4.0)), record(4.0, 5.0, decode(mine, 4.0, 5.0)))
+    found = kept.of_request("mine")
+    assert found is not None
+    assert not found["request"]["is_whole"]
+    assert [step["gap_s"] for step in found["steps"]] == [None, 1.0]
