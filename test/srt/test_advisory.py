@@ -10,16 +10,24 @@ from typing import Any
 import pytest
 
 from sglang_coserve.core.advisory import Advisory
-from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, LAST_STEPS, STANDING
+from sglang_coserve.srt.monitoring.scheduler_query import (
+    BATCH_DELAYS,
+    LAST_STEPS,
+    STANDING,
+    STEPS_OF,
+)
 from srt.scripted_engine import EngineProcess, ScriptedEngine
 from srt.test_planned_scheduler import LOOSE
 from srt.test_scheduler import prompt
 
 PARTS = {
-    "status": ("status", ("idle", "launched", "processed", "forget")),
+    "status": ("status", ("idle", "ended")),
     "load": ("online_load", ("get_pool_stats", "put_into")),
-    "safepoint delays": ("lane.safepoints.stats", ("results",)),
-    "status queries": ("status", ("internal_state", "state", "batch_delays_s", "last_steps")),
+    "safepoint delays": ("lane.safepoints.stats", ("first_token",)),
+    "status queries": (
+        "status",
+        ("internal_state", "state", "batch_delays_s", "last_steps", "steps_of"),
+    ),
     "judgement": (
         "admission.core.interference",
         ("arrived", "worked", "produced", "ended", "advance"),
@@ -35,6 +43,7 @@ PARTS = {
 QUESTIONS = (
     *(f'coserve: ["{question}"]' for question in (STANDING, BATCH_DELAYS)),
     f'coserve: ["{LAST_STEPS}", 1.0]',
+    f'coserve: ["{STEPS_OF}", "on0"]',
     "",
 )
 
@@ -54,7 +63,7 @@ def serve(engine: ScriptedEngine) -> dict[str, list[int]]:
         if iteration > 8:
             raise StopIteration
         scheduler.load_inquirer.get_loads()
-        scheduler.get_internal_state(GetInternalStateReq(rid=QUESTIONS[iteration % 4]))
+        scheduler.get_internal_state(GetInternalStateReq(rid=QUESTIONS[iteration % len(QUESTIONS)]))
         if iteration == 6:
             return iter([engine.abort("gone")])
         if iteration not in (0, 3):

@@ -28,7 +28,7 @@ def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
 def known_rids(engine: ScriptedEngine) -> set[str]:
     """What any of the parts still knows of requests."""
     parts = engine.scheduler.parts
-    rids = {live.req.rid for live in parts.ledger} | parts.status._recompute._computed_to.keys()
+    rids = {live.req.rid for live in parts.ledger}
     core = parts.admission.core
     rids |= {f"queued-{number}" for number in range(len(core.queue) + core.queue.num_running)}
     rids |= {f"watched-{number}" for number in range(len(core.interference))}

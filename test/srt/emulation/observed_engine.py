@@ -13,8 +13,8 @@ from interference_bench.load import Load
 from interference_bench.outcome import RunOutcome
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.step import StepResult
-from sglang_coserve.srt.steps.step_record import StepRecord
 from sglang_coserve.srt.forward_kind import has_online_prompts
+from sglang_coserve.srt.steps.step_record import StepRecord
 
 TARGETS_MS: Final[Mapping[str, float]] = {"slo_ttft_ms": 300.0, "slo_tpot_ms": 30.0}
 """Of ours."""

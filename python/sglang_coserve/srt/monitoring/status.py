@@ -194,8 +194,6 @@ class SchedulerStatus:
         for observer in (self._latencies, self._spans):
             if observer is not None:
                 observer.ended(record)
-        for request in record.first:
-            self._lane.safepoints.stats.first_token(request.info.rid, record.ended_s)
         self._publish_if_due(time.perf_counter())
 
     def idle(self) -> None:

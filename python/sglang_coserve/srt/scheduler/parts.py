@@ -108,6 +108,10 @@ class CoserveParts(EngineParts):
     def _observe(self, record: StepRecord) -> None:
         """Let the observers take in a step."""
         self.advisory.tell("status", self.status.ended, record)
+        delays = self.lane.safepoints.stats
+        for request in record.first:
+            rid = request.info.rid
+            self.advisory.tell("safepoint delays", delays.first_token, rid, record.ended_s)
 
     def _switched_off(self, part: str, error: Exception) -> None:
         logger.error(
