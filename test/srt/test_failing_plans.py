@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from operator import attrgetter
@@ -60,7 +61,8 @@ def run(
     """
     parts = engine.scheduler.parts
     path, method = PLACES[place]
-    owner, calls = attrgetter(path)(parts), 0
+    # Of its class, since another object may take its place.
+    owner, calls = type(attrgetter(path)(parts)), 0
     inner = getattr(owner, method)
     failed_before = parts.admission.state()["plans_failed"]
 
@@ -169,15 +171,17 @@ def test_where_plans_go_on_failing_offline_work_stops_and_online_requests_are_se
     process.close()
 
 
-def run_stopped(engine: ScriptedEngine) -> tuple[dict[str, Any], list[Any], bool]:
+def run_stopped(engine: ScriptedEngine) -> tuple[dict[str, Any], list[Any], bool, list[int]]:
     """Let offline work stop while a request runs.
 
-    Returns the offline part of the status, the answer to a heartbeat, and True if the engine is
-    idle and holds no KV.
+    Returns the offline part of the status, the answer to a heartbeat, True if the engine is idle
+    and holds no KV, and of online requests that come then: how many were judged, and how many are
+    still known.
     """
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     scheduler, parts = engine.scheduler, engine.scheduler.parts
+    interference = parts.admission.core.interference
 
     def failing(*_: Any) -> None:
         raise ValueError("no plan")
@@ -193,16 +197,24 @@ def run_stopped(engine: ScriptedEngine) -> tuple[dict[str, Any], list[Any], bool
     engine.run(script)
     pulse = scheduler.get_internal_state(GetInternalStateReq(rid='coserve: ["pulse"]'))
     is_empty = scheduler.is_fully_idle() and not any(parts.ledger.with_kv())
-    return parts.status.state()["offline"], list(pulse.internal_state.values()), is_empty
+    offline = parts.status.state()["offline"]
+    engine.run([engine.request(f"on{i}", scenarios.prompt(i, 40), 6) for i in range(3)])
+    engine.run([engine.abort("off")])
+    engine.assert_nothing_leaked()
+    judged = interference.monitor.report(time.perf_counter()).requests
+    known = len(interference) + len(parts.ledger)
+    return offline, list(pulse.internal_state.values()), is_empty, [judged, known]
 
 
 def test_stopped_offline_work_holds_no_memory_and_says_why(start_engine: Any) -> None:
+    """And online requests are judged on."""
     process: EngineProcess = start_engine(coserve=LOOSE, page_size=16)
-    offline, pulse, is_empty = process.call(run_stopped)
+    offline, pulse, is_empty, (judged, known) = process.call(run_stopped)
     assert offline["stopped_by"] == "ValueError: no plan"
     assert pulse == ["ValueError: no plan"]
     assert (offline["waiting"], offline["running"], offline["retracted"]) == (1, 0, 1)
     assert is_empty
+    assert (judged, known) == (3, 0)
     process.close()
 
 
@@ -265,14 +277,15 @@ def test_paused_requests_give_way_to_a_single_decode_without_a_plan(
 def run_a_pause_that_fails(engine: ScriptedEngine) -> tuple[dict[str, list[int]], dict[str, str]]:
     """Pause while a step is suspended, and the core fails where it learns that it was dropped."""
     parts = engine.scheduler.parts
-    update = parts.admission.core.update
+    owner = type(parts.admission.core)
+    update = owner.update
 
-    def failing(result: StepResult) -> None:
+    def failing(core: Any, result: StepResult) -> None:
         assert not result.dropped, "a drop that cannot be"
-        update(result)
+        update(core, result)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts.admission.core, "update", failing)
+        patch.setattr(owner, "update", failing)
         # The offline requests that wait for ever are aborted before anything is counted.
         patch.setattr(engine, "assert_nothing_leaked", lambda: None)
         outputs, times, _ = test_suspension.run_with(engine, test_suspension.pause)

@@ -3,7 +3,8 @@
 Every pass that involves offline requests becomes an ``EngineSnapshot``; the core answers
 with a ``StepPlan``, which ``PlanExecution`` carries out. Passes without offline requests are
 SGLang's alone, unless the overload of online requests is the core's, too. A plan advises SGLang,
-and must not end it: where one fails, ``OnlinePass`` serves the online requests.
+and must not end it: where one fails, another that is made without the core (``OnlineOnly``) is
+carried out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -23,8 +24,8 @@ from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.scheduler import Scheduler as Core
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
-from sglang_coserve.srt.admission.fail_safe import FailSafe
-from sglang_coserve.srt.admission.online_pass import OnlinePass
+from sglang_coserve.srt.admission.fail_safe import FailSafe, StoppedCore
+from sglang_coserve.srt.admission.online_only import BY_SGLANG_RULES, WHILE_STOPPED
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
 from sglang_coserve.srt.compat import drop_ended, refuse, release_aborted
 from sglang_coserve.srt.marks.offline_marks import deadline_of, expected_tokens_of
@@ -105,13 +106,13 @@ class Admission:
 
         self._plans = PlanExecution(parts, self._waiting, self._refuse)
         self._leaves_online = False
-        """The next pass has no plan: SGLang admitted none of the online prompts of the last plan
-        although it has memory, by a rule that plans do not know. Or it is to displace an online
-        request by one of a higher priority, which plans do not."""
+        """See ``Executed``, of the last plan."""
 
-        self._online_pass = OnlinePass(parts)
-        self._fail_safe = FailSafe(parts.advisory)
+        self._fail_safe = FailSafe(parts.advisory, self._replace_core)
         self._tell = self._fail_safe.tell
+
+    def _replace_core(self) -> None:
+        self.core = StoppedCore(self.core)
 
     # --- Who waits -----------------------------------------------------------------------
 
@@ -130,7 +131,8 @@ class Admission:
     def _add(self, req: Req) -> None:
         """Tell the core of a new offline request, and what is cached of one unlike all others."""
         self.core.add_offline(_queued_request(req, self._ledger[req.rid].info.arrival_s))
-        if self.core.queue.opens_branch(req.rid):
+        queue = self.core.queue
+        if req.rid in queue and queue.opens_branch(req.rid):
             self._report_cached(req.rid)
 
     def arrived(self, req: Req, info: RequestInfo) -> None:
@@ -175,7 +177,7 @@ class Admission:
     def has_work(self) -> bool:
         """True when offline requests outside of SGLang's batches will go on. Waiting ones do not
         once offline work has stopped."""
-        return bool(self._num_held() or (self._waiting and not self._fail_safe.is_stopped))
+        return bool(self._num_held() or (self._waiting and self.stopped_by is None))
 
     def _num_held(self) -> int:
         """Count the paused, parked and suspended requests."""
@@ -189,10 +191,7 @@ class Admission:
     def forget(self, rid: str, ending: Ending) -> None:
         """Drop what is kept of a request that has ended, if anything is; to be called before the
         ledger forgets."""
-        if self._fail_safe.is_stopped:
-            self._tell_advisory("judgement", self.core.interference.ended, rid, ending)
-        else:
-            self._tell(self._finish, rid, ending)
+        self._tell(self._finish, rid, ending)
         self._waiting.pop(rid, None)
 
     def _finish(self, rid: str, ending: Ending) -> None:
@@ -209,8 +208,12 @@ class Admission:
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
         """Return SGLang's plan of what to prefill beside ``running_batch``.
 
-        The core is asked for a plan, and SGLang admits what that says. ``prefill`` is SGLang's own
-        admission of what is in its queue.
+        A plan is made, and SGLang admits what that says. ``prefill`` is SGLang's own admission of
+        what is in its queue.
+
+        Raises:
+            Exception: carrying out the plan failed after SGLang's admission had begun. Another plan
+                would not mend that.
         """
         time = self._begin_pass()
         if not self._is_planned(running_batch):
@@ -219,14 +222,23 @@ class Admission:
         drop_ended(running_batch)
         self._retraction.end_aborted()
         self._free_adapters(running_batch)
-        if self._fail_safe.is_stopped:
-            self._online_pass.retract_offline(running_batch)
-        elif self._leaves_online:
-            self._leaves_online = False
-        elif (planned := self._try_plan(running_batch, prefill, time)) is not None:
-            return planned
-        self._steps.decided(self._clock.now_s())
-        return self._online_pass.admit(running_batch, prefill)
+        has_begun = False
+
+        def begin(batch: ScheduleBatch) -> Any:
+            nonlocal has_begun
+            has_begun = True
+            return prefill(batch)
+
+        try:
+            plan = self._plan(running_batch, time)
+            result = self._carry_out(plan, running_batch, begin, time)
+        except Exception as error:
+            if has_begun:
+                raise
+            plan = self._fail_safe.online_only(error)
+            return self._carry_out(plan, running_batch, prefill, time)
+        self._fail_safe.planned()
+        return result
 
     def _begin_pass(self) -> RankTime:
         """Begin a pass in all parts, and tell the core of results and ends since the last pass."""
@@ -267,42 +279,18 @@ class Admission:
             self._drop()
         self._retraction.retract(in_the_way, running_batch)
 
-    def _try_plan(self, running_batch: ScheduleBatch, prefill: Prefill, time: RankTime) -> Any:
-        """Return what SGLang makes of the core's plan; None if the plan has failed.
-
-        Raises:
-            Exception: SGLang's pass had begun. Another pass would not mend that.
-        """
-        has_begun = False
-
-        def begin(batch: ScheduleBatch) -> Any:
-            nonlocal has_begun
-            has_begun = True
-            return prefill(batch)
-
-        try:
-            result = self._carry_out(
-                self._new_plan(running_batch, time), running_batch, begin, time
-            )
-        except Exception as error:
-            if has_begun:
-                raise
-            self.stops = None
-            self._fail_safe.failed(error)
-            self._online_pass.recover(running_batch)
-            return None
-        self._fail_safe.planned()
-        return result
-
-    def _new_plan(self, running_batch: ScheduleBatch, time: RankTime) -> StepPlan:
-        """Return the core's plan, after the suspended step was dropped if that must be."""
+    def _plan(self, running_batch: ScheduleBatch, time: RankTime) -> StepPlan:
+        """Return the plan of this pass, after the suspended step was dropped if that must be."""
+        if self.stopped_by is not None:
+            return WHILE_STOPPED
+        if self._leaves_online:
+            return BY_SGLANG_RULES
         plan = self.core.plan(self._parts.snapshot(running_batch, time), self)
         # A step that does not go on now would hold what clients have left for as long as it waits.
         has_left = any(req.to_finish is not None for req in self._view.suspended)
         if plan.drops or (has_left and not plan.resumes):
             self._drop()
-            assert not self._fail_safe.is_stopped, "the core has lost track of what runs"
-            plan = self.core.plan(self._parts.snapshot(running_batch, time), self)
+            return self._plan(running_batch, time)
         return plan
 
     def _carry_out(
@@ -312,7 +300,7 @@ class Admission:
         if math.isfinite(plan.budget_s):
             self.budget_s = plan.budget_s
         executed = self._plans.carry_out(plan, running_batch, prefill)
-        self._leaves_online = executed.leaves_online or self._is_displacing(plan, running_batch)
+        self._leaves_online = executed.leaves_online
         for chunk in executed.admitted:
             self._waiting.pop(chunk.rid, None)
         for rid in executed.refused:
@@ -340,15 +328,6 @@ class Admission:
                 self.give_up()
         return result
 
-    def _is_displacing(self, plan: StepPlan, running_batch: ScheduleBatch) -> bool:
-        """Return whether the first online request that waits is left out, and goes before others
-        that run."""
-        waiting = self._view.waiting_in_turn
-        if not waiting or waiting[0].rid in {chunk.rid for chunk in plan.prefills}:
-            return False
-        online = (req for req in running_batch.reqs if not is_offline(req))
-        return self._view.displaces_another(waiting[0], online)
-
     def _drop(self) -> None:
         record = self._lane.drop()
         self._tell(self.core.update, record.result)
@@ -362,10 +341,8 @@ class Admission:
 
     def _report_left(self, record: StepRecord) -> None:
         """Tell the core of offline requests that can use the prompts of a step's online ones."""
-        for request in record.requests:
-            if request.token_s is None or request.last_s is not None or not request.info.is_online:
-                continue
-            if (live := self._ledger.get(request.info.rid)) is None:
+        for request in record.first:
+            if not request.info.is_online or (live := self._ledger.get(request.info.rid)) is None:
                 continue
             waiting = self.core.queue.nearest(pack_tokens(live.req.origin_input_ids))
             if waiting is not None and waiting.rid in self._waiting:
@@ -380,18 +357,12 @@ class Admission:
         records = self._steps.next_pass(time.now_s, time.parts_s, time.results_s)
         if not records and len(self.core.interference):
             # Nothing ran, but the baseline goes on: it may be behind.
-            self._update(StepResult(None, time.now_s))
+            self._tell(self.core.update, StepResult(None, time.now_s))
         for record in records:
-            self._update(record.result)
+            self._tell(self.core.update, record.result)
             self._observe(record)
-            if self._waiting and not self._fail_safe.is_stopped:
+            if self._waiting:
                 self._tell_advisory("shared prefixes", self._report_left, record)
-
-    def _update(self, result: StepResult) -> None:
-        if self._fail_safe.is_stopped:
-            self._tell_advisory("judgement", self.core.update, replace(result, step=None))
-        else:
-            self._tell(self.core.update, result)
 
     def cached_tokens(self, rid: str) -> int | None:
         """See ``PrefixCache``."""

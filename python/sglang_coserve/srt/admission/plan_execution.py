@@ -9,13 +9,15 @@ tokens (``chunk_limits``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.managers.scheduler import NextBatchPlan
 
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
 from sglang_coserve.srt.admission.chunk_limits import limit_chunk
+from sglang_coserve.srt.admission.online_only import OnlineOnly
+from sglang_coserve.srt.compat import prefix_tokens
 from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.engine_parts import EngineParts
@@ -37,13 +39,14 @@ class Executed:
     """The prefills that are in its batch."""
 
     is_started: bool
-    """The plan counts as carried out: a batch runs, or SGLang will make one of the decodes."""
+    """A step of the core has begun: a batch runs, or SGLang will make one of the decodes."""
 
     refused: tuple[str, ...] = ()
     """The offline requests that SGLang was offered and did not admit, although nothing runs."""
 
     leaves_online: bool = False
-    """SGLang was offered online prompts, admitted none, and has memory left."""
+    """SGLang has a rule that plans do not know: it was offered online prompts, admitted none, and
+    has memory left. Or it is to displace an online request by one of a higher priority."""
 
 
 class PlanExecution:
@@ -55,6 +58,8 @@ class PlanExecution:
         """``waiting`` are the offline requests that wait, by rid; ``refuse`` takes an online one
         out of SGLang's queue."""
         self._scheduler = parts.scheduler
+        self._pools = parts.pools
+        self._ledger = parts.ledger
         self._view = parts.view
         self._paused = parts.view.paused_requests
         self._retraction = parts.retraction
@@ -68,8 +73,25 @@ class PlanExecution:
 
     def carry_out(self, plan: StepPlan, running_batch: Any, prefill: Prefill) -> Executed:
         """Prepare the batch of a plan beside SGLang's decodes, with SGLang's admission."""
-        if plan.lane is Lane.OFFLINE and not plan.is_idle:
-            return self._alone(plan, running_batch, prefill)
+        if isinstance(plan, OnlineOnly):
+            return self._online_only(plan, running_batch, prefill)
+        is_alone = plan.lane is Lane.OFFLINE and not plan.is_idle
+        executed = (self._alone if is_alone else self._shared)(plan, running_batch, prefill)
+        if self._is_displacing(plan, running_batch):
+            executed = replace(executed, leaves_online=True)
+        return executed
+
+    def _is_displacing(self, plan: StepPlan, running_batch: Any) -> bool:
+        """Return whether the first online request that waits is left out, and goes before others
+        that run."""
+        waiting = self._view.waiting_in_turn
+        if not waiting or waiting[0].rid in {chunk.rid for chunk in plan.prefills}:
+            return False
+        online = (req for req in running_batch.reqs if not is_offline(req))
+        return self._view.displaces_another(waiting[0], online)
+
+    def _shared(self, plan: StepPlan, running_batch: Any, prefill: Prefill) -> Executed:
+        """Start a step of the shared lane, or none if the plan is idle."""
         running_batch = self._make_room(plan, running_batch)
         chunks = self._executable(plan)
         turn = self._view.turn
@@ -140,6 +162,49 @@ class PlanExecution:
         if plan.pause:
             self._paused.pause(running_batch, set(plan.pause))
             self._events["paused"] += len(plan.pause)
+
+    # --- Without the core --------------------------------------------------------------------
+
+    def _online_only(self, plan: OnlineOnly, running_batch: Any, prefill: Prefill) -> Executed:
+        """Let SGLang admit what is in its queue; see ``OnlineOnly``."""
+        if plan.puts_back:
+            self._put_back(running_batch)
+        if plan.retracts_offline and self._lane.suspended is not None:
+            self._lane.drop()
+        if self._view.chunk is not None and is_offline(self._view.chunk):
+            # SGLang would go on with it before it looks at its queue.
+            self._park_chunk()
+        if plan.retracts_offline:
+            reqs = (*running_batch.reqs, *self._paused.reqs)
+            self._retraction.retract({req.rid for req in reqs if is_offline(req)}, running_batch)
+        self._make_room_for_online_chunk(running_batch)
+        result = self._retraction.admit(running_batch, prefill)
+        return Executed(result, (), is_started=False)
+
+    def _put_back(self, running_batch: Any) -> None:
+        """Put every request back in its place after a plan that failed halfway. O(requests).
+
+        A request that was on its way from one place to another waits again.
+        """
+        self._view.withdraw()
+        self._lane.forget_launched()
+        placed = {id(req) for req in self._view.requests_with_kv(running_batch)}
+        placed |= {id(req) for req in self._view.elsewhere()}
+        online, offline = self._ledger.with_kv()
+        for req in (*online, *offline):
+            if id(req) not in placed and not req.finished():
+                self._retraction.release(req)
+
+    def _make_room_for_online_chunk(self, running_batch: Any) -> None:
+        """Free the memory of an online prompt's next chunk, for which SGLang does not wait."""
+        req = self._view.chunk
+        if req is None or is_offline(req):
+            return
+        remaining = len(req.origin_input_ids) + len(req.output_ids) - prefix_tokens(req)
+        chunk = min(remaining, self._scheduler.chunked_prefill_size or remaining)
+        while self._pools.headroom_tokens < chunk + self._scheduler.page_size:
+            if not self._retraction.retract_one(running_batch):
+                return
 
     # --- Chunks ------------------------------------------------------------------------------
 
