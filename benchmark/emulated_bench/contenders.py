@@ -9,6 +9,7 @@ from typing import Any, Final
 from interference_bench.systems import EngineSystem
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.srt import compat
 
 PLAIN: Final = "plain SGLang alone"
 """Name of stock SGLang as it starts, with online requests alone."""
@@ -147,7 +148,7 @@ def _stock(chunk_tokens: Sequence[int]) -> Iterator[Contender]:
     for tokens in chunk_tokens:
         name = f"{MIXED} of {tokens:,}"
         yield Contender(name, "stock", chunk_tokens=tokens)
-    if stock.has_decode_interval():
+    if compat.has_decode_interval():
         tokens = max(chunk_tokens)
         name = f"{STOCK}, decodes between chunks of {tokens:,}"
         yield Contender(name, "stock", chunk_tokens=tokens, has_decodes_between=True)

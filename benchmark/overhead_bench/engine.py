@@ -11,6 +11,7 @@ from typing import Any, Final
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from interference_bench.systems import EngineSystem
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 
 RUNNING: Final = 32
@@ -98,7 +99,7 @@ class TimedEngine:
 
         run_loop(self.scheduler, receive)
         # Under overlap scheduling the last batch's result, which the next loop would forget.
-        self._pending = list(getattr(self.scheduler, "result_queue", ()))
+        self._pending = list(compat.results_in_flight(self.scheduler))
         return self._passes[first:-1]
 
     def _time_passes(self) -> None:

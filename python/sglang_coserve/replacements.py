@@ -1,4 +1,4 @@
-"""Replaces module-level names of SGLang in this process."""
+"""Replaces module-level names of SGLang in this process, kernels among them."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ def replace(name: str, value: Any) -> Any:
         ) from None
     setattr(module, attribute, value)
     return former
+
+
+class LaunchedFunction:
+    """A Python function that is launched like a Triton kernel: ``kernel[grid](...)``."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: object) -> Any:
+        return self._function

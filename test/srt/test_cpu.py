@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_coserve.srt.compat import v17
 from sglang_coserve.srt.cpu import defaults as cpu
-from sglang_coserve.srt.cpu import replacements
 
 PAGE_TOKENS = 16
 
@@ -33,9 +33,9 @@ def test_pages_are_filled_before_new_ones_are_opened() -> None:
         new_lens = lens + grow
         out = torch.full((int(grow.sum()),), -7)
         if decode:
-            replacements._alloc_decode(new_lens, last, free, out, 8, PAGE_TOKENS)
+            v17._alloc_decode(new_lens, last, free, out, 8, PAGE_TOKENS)
         else:
-            replacements._alloc_extend(lens, new_lens, last, free, out, 8, PAGE_TOKENS)
+            v17._alloc_extend(lens, new_lens, last, free, out, 8, PAGE_TOKENS)
         opened = int(
             ((new_lens + PAGE_TOKENS - 1) // PAGE_TOKENS - (lens + PAGE_TOKENS - 1) // PAGE_TOKENS)
             .sum()

@@ -2,18 +2,16 @@
 
 *Tuned*: online requests have the higher priority, decodes ride with prompts, in chunks of N
 tokens. *Interleaved*: online requests have the higher priority, and after each chunk of N tokens
-comes a step of decodes alone, an option of SGLang since 0.5.22. *Refinements* are tried on the best
-of these. The setting counts that has the best P99 TTFT with as many offline tokens/s as ours.
+comes a step of decodes alone, where SGLang has that option. *Refinements* are tried on the best of
+these. The setting counts that has the best P99 TTFT with as many offline tokens/s as ours.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from packaging.version import Version
-
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.start_defaults import as_flags
 
 CHUNK_TOKENS: Final = (128, 256, 512, 1024, 2048)
@@ -23,7 +21,6 @@ REFINEMENTS: Final[tuple[Mapping[str, Any], ...]] = (
     # Of equal priority, the longest output first.
     {"schedule_policy": "lof"},
 )
-_INTERVAL_SINCE: Final = Version("0.5.22")
 Candidate = tuple[float, float]
 """P99 TTFT in ms, offline tokens/s."""
 
@@ -70,18 +67,13 @@ def search(
 
     for tokens in chunk_tokens:
         attempt(tuned(tokens))
-        if has_decode_interval():
+        if compat.has_decode_interval():
             attempt(interleaved(tokens))
     if not found:
         return None
     for refinement in REFINEMENTS:
         attempt({**best(), **refinement})
     return best()
-
-
-def has_decode_interval() -> bool:
-    """Tell whether this SGLang has ``--prefill-decode-interval``."""
-    return Version(importlib.metadata.version("sglang")) >= _INTERVAL_SINCE
 
 
 def best_setting(candidates: Mapping[str, Candidate], offline_tokens_per_s: float) -> str:

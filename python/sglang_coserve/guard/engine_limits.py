@@ -111,7 +111,7 @@ def check_request(
                 check_number(name, value, rule)
         num_choices = params.get("n", 1)
         if params.get("beam_width") not in (None, 1):
-            # SGLang has it since 0.5.22; its requests cannot be planned, paused or retracted here.
+            # Requests of a beam search cannot be planned, paused or retracted here.
             raise ValueError("beam search is not co-served: leave beam_width out, or use 1")
         patterns |= dict.fromkeys(_checked_stops(params, "stop_regex"))
         _checked_stops(params, "stop")

@@ -1,6 +1,6 @@
 """Fetches the images, videos and sounds of requests from allowed sources only.
 
-SGLang 0.5.17 opens whatever a request names, in the process of the HTTP server: any URL,
+SGLang opens whatever a request names, in the process of the HTTP server: any URL,
 ``file://`` or a path. So anybody who may send a request, or a line of a
 batch, could read files of the server and call services that only it can reach (SSRF).
 Here the content is fetched before SGLang sees the request, and SGLang gets it inline. So SGLang's

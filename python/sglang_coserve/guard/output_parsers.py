@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Final
 
+from sglang_coserve.guard import compat
+
 logger = logging.getLogger(__name__)
 
 MOST_CPU_S: Final = 0.25
@@ -148,8 +150,8 @@ def install_parser_bounds() -> None:
     _CLOCK.install()
     _bound(FunctionCallParser, "has_tool_call", lambda _text: False)
     _bound(FunctionCallParser, "parse_non_stream", lambda text: (text, []))
-    _bound_stream(FunctionCallParser, "parse_stream_chunk", "parse_stream_end", tuple, pair)
-    _bound_stream(JsonArrayParser, "parse_streaming_increment", "finish", pair_of, result_of)
+    _bound_stream(FunctionCallParser, "parse_stream_chunk", tuple, pair)
+    _bound_stream(JsonArrayParser, "parse_streaming_increment", pair_of, result_of)
     _bound(ReasoningParser, "parse_non_stream", lambda text: ("", text))
     _bound(ReasoningParser, "parse_non_stream_blocks", lambda text: [dict(_TEXT, text=text)])
     _bound(ReasoningParser, "parse_stream_chunk", lambda text: ("", text))
@@ -183,16 +185,15 @@ def _warn(owner: type, text: str) -> None:
 def _bound_stream(
     owner: type,
     chunk_name: str,
-    end_name: str,
     pair_of: Callable[[Any], _Pair],
     result_of: Callable[[str, list[Any]], Any],
 ) -> None:
     """Bound a method that reads a chunk of a stream, each call and all calls together.
 
-    Text that waits to be read is read by the method ``end_name``. SGLang 0.5.17 has none for some
-    parsers, whose chunks then do not wait.
+    Text that waits to be read is read at the end of the stream. Chunks of a parser that is not
+    told of the end do not wait.
     """
-    read, end = getattr(owner, chunk_name), getattr(owner, end_name, None)
+    read, end = getattr(owner, chunk_name), compat.end_of_stream(owner)
 
     def reading_of(self: Any) -> _Reading:
         reading: _Reading = self.__dict__.setdefault(_READING, _Reading())
@@ -226,7 +227,6 @@ def _bound_stream(
     def read_end(self: Any, *tools: Any) -> Any:
         reading = reading_of(self)
         reading.is_ending = True
-        assert end is not None
         text, calls = "", list[Any]()
         # A chunk with several calls is read call by call.
         is_unread = bool(reading.unread)
@@ -243,4 +243,4 @@ def _bound_stream(
 
     setattr(owner, chunk_name, read_chunk)
     if end is not None:
-        setattr(owner, end_name, wraps(end)(read_end))
+        compat.replace_end_of_stream(owner, wraps(end)(read_end))

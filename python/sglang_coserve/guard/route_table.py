@@ -114,7 +114,7 @@ DECISIONS: Final = (
         Caller.CLIENT,
         ("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
         "read or cancel a response that SGLang keeps",
-        "SGLang keeps none, unless with 0.5.17 or --enable-response-store",
+        "SGLang keeps none, unless with --enable-response-store or in a version without that flag",
     ),
     Decision(
         Caller.CLIENT,

@@ -242,18 +242,6 @@ def give_each_choice_its_seed(tokenized: Any) -> None:
         shared.sampling_seed = (shared.sampling_seed + 1) % _NUM_SEEDS
 
 
-def fill_token_ids_logprobs(logits_output: Any) -> None:
-    """Correct the result of a batch in which only some requests asked for ``token_ids_logprob``.
-
-    SGLang 0.5.17 gives the others a plain list where it then wants a tensor, and its
-    scheduler process dies of that (sgl-project/sglang#34719).
-    """
-    values = logits_output.next_token_token_ids_logprobs_val
-    for i, value in enumerate(values or ()):
-        if not torch.is_tensor(value):
-            values[i] = torch.tensor(value)
-
-
 def check_logit_processor(recv_req: Any) -> None:
     """Make a request's custom logit processor once, which SGLang keeps.
 

@@ -73,9 +73,7 @@ class Guard(RequestGuard):
         check_logit_processor(recv_req)
 
     def mend_results(self, batch: Any, result: Any) -> None:
-        """See ``sampling.fill_token_ids_logprobs`` and ``sampling.end_unusable``."""
-        from sglang_coserve.guard.sampling import end_unusable, fill_token_ids_logprobs
+        """See ``sampling.end_unusable``."""
+        from sglang_coserve.guard.sampling import end_unusable
 
-        if batch.return_logprob:
-            fill_token_ids_logprobs(result.logits_output)
         end_unusable(batch, result)

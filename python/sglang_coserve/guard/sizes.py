@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 
 from PIL import Image
 
+from sglang_coserve.guard import compat
+
 logger = logging.getLogger(__name__)
 
 
@@ -114,8 +116,7 @@ def _frames(content: bytes) -> Iterator[tuple[Size, int]]:
     frames = min(len(video), _MOST_FRAMES)
     if video.avg_fps > 0:
         frames = min(frames, int(_FRAMES_PER_S * len(video) / video.avg_fps) + 1)
-    # SGLang 0.5.17 knows the shape of a decoded frame only.
-    height, width = getattr(video, "frame_shape", None) or video[0].shape[:2]
+    height, width = compat.frame_shape(video)
     yield VIDEO_PIXELS, int(frames * height * width)
 
 

@@ -1,8 +1,8 @@
 """Has SGLang's handlers render and tokenize beside the event loop, where SGLang does so on it.
 
-SGLang does so itself for chats and completions (since 0.5.22); here for messages, responses, and
-what only tokenizes. A coroutine that never really waits needs no event loop: it runs in a worker
-thread, where a stand-in runs at once what SGLang leaves to an executor.
+These are messages, responses, and what only tokenizes: chats and completions are left to SGLang. A
+coroutine that never really waits needs no event loop: it runs in a worker thread, where a stand-in
+runs at once what SGLang leaves to an executor.
 """
 
 from __future__ import annotations

@@ -151,8 +151,7 @@ def install_in_app(http_server: Any, server_args: Any, platform: Platform) -> No
     GUARD.install_in_server(
         http_server,
         free_prefixes=(*BATCH_PREFIXES, LINES_PATH),
-        # Since 0.5.22.
-        trusts_templates=getattr(server_args, "trust_request_chat_template", False),
+        trusts_templates=compat.trusts_request_templates(server_args),
     )
     app.add_middleware(UnreadBodyMiddleware)
     compat.mend_routes()
@@ -201,8 +200,7 @@ def order_middleware(app: Any) -> None:
     build_stack = app.build_middleware_stack
 
     def build_in_order() -> ASGIApp:
-        # SGLang 0.5.17 adds its metrics after all of ours. The first one runs first, and sorting
-        # keeps the order of middlewares of one rank.
+        # The first one runs first, and sorting keeps the order of middlewares of one rank.
         app.user_middleware.sort(key=_rank)
         stack: ASGIApp = build_stack()
         return stack

@@ -95,7 +95,7 @@ class BareEngine:
         )
         self.cache = CheckpointCache(params, server_args, strategy)
         # As for a scheduler's cache: here passes run on the stream of whoever runs them.
-        self.cache.cache_controller.load_fence_stream = torch.cpu.current_stream()
+        compat.fence_copies(self.cache.cache_controller, torch.cpu.current_stream())
         self.slots, self.page_tokens = slots, page_tokens
         self.running: list[Req] = []
         self.store = KV_STORE.store(self.cache, lambda _seconds: None)

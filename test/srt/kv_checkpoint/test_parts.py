@@ -60,7 +60,7 @@ def test_a_copy_to_the_host_waits_for_the_passes_in_flight() -> None:
     assert engine.admit(new_request("off", range(32), offline=True))
     passes, gate, copied = ThreadStream(), threading.Event(), Event()
     passes.submit(lambda: (gate.wait(), None)[1])
-    engine.cache.cache_controller.load_fence_stream = passes
+    compat.fence_copies(engine.cache.cache_controller, passes)
     engine.checkpoint()
     assert engine.cache.copies.in_flight_tokens == 32
     copied.record(engine.copy_streams[0])

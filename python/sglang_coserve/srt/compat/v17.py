@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_coserve.replacements import replace
+from sglang_coserve.replacements import LaunchedFunction, replace
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 Req = Any
@@ -33,6 +36,57 @@ def log_settings_through(told: Callable[[Mapping[str, Any]], Any]) -> None:
 
 def own_number_settings() -> tuple[str, ...]:
     return ("torchao_config",)
+
+
+def trusts_request_templates(server_args: Any) -> bool:  # noqa: ARG001
+    return False
+
+
+def has_decode_interval() -> bool:
+    return False
+
+
+# --- The scheduler -------------------------------------------------------------------------
+
+
+def hooked_scheduler(kind: type[Scheduler]) -> type:
+    """As in ``v23``; SGLang updates no names of weights here, and a paused engine never flushes
+    its cache while requests wait."""
+
+    class HookedScheduler(kind):
+        def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
+            adapters = running_loras | self.adapters_in_use()
+            return bool(super()._can_schedule_lora_req(req, adapters))
+
+        def is_fully_idle(self, for_health_check: bool = False) -> bool:
+            return bool(self.is_idle(super().is_fully_idle(for_health_check), for_health_check))
+
+        def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+            if batch.return_logprob:
+                _fill_token_ids_logprobs(result.logits_output)
+            super().process_batch_result(batch, result)
+
+    return HookedScheduler
+
+
+def _fill_token_ids_logprobs(logits_output: Any) -> None:
+    """Correct the result of a batch in which only some requests asked for ``token_ids_logprob``.
+
+    SGLang gives the others a plain list where it then wants a tensor, and its scheduler process
+    dies of that (sgl-project/sglang#34719).
+    """
+    import torch
+
+    values = logits_output.next_token_token_ids_logprobs_val
+    for i, value in enumerate(values or ()):
+        if not torch.is_tensor(value):
+            values[i] = torch.tensor(value)
+
+
+def results_in_flight(scheduler: Any) -> Sequence[tuple[ScheduleBatch, Any]]:
+    """As in ``v23``; only the overlapped loop has a queue of them."""
+    results: Sequence[tuple[ScheduleBatch, Any]] = getattr(scheduler, "result_queue", ())
+    return results
 
 
 # --- What a request holds ------------------------------------------------------------------
@@ -177,6 +231,11 @@ def inserting_cache(kind: type[UnifiedRadixCache]) -> type:
 INSERTING_METHODS: tuple[str, ...] = ("cache_unfinished_req", "cache_finished_req")
 
 
+def own_duplicates_tree(kind: type[UnifiedTreeCore]) -> type:
+    """As in ``v23``; SGLang frees no such slots here."""
+    return kind
+
+
 def prefix_namespace(req: Req) -> Any:
     """As in ``v23``."""
     return req.extra_key
@@ -201,6 +260,17 @@ def replace_copy_engine(device_module: Any) -> None:
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.device_module", device_module
     )
     cache_controller._timing_events_supported.cache_clear()
+
+
+def fence_copies(controller: Any, passes: Any) -> None:
+    """As in ``v23``; nothing of SGLang reads the attribute."""
+    controller.load_fence_stream = passes
+
+
+def start_writing(controller: Any) -> None:
+    """As in ``v23``. SGLang orders copies after a part of the pass only, if it runs in a graph."""
+    controller.write_stream.wait_stream(controller.load_fence_stream)
+    controller.start_writing()
 
 
 def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int) -> None:
@@ -268,7 +338,61 @@ def num_core_sets(server_args: Any) -> int:
     return int(server_args.tp_size)
 
 
+def replace_page_allocation() -> None:
+    """Replace the two Triton kernels of the paged KV allocator."""
+    allocator = "sglang.srt.mem_cache.allocator.paged"
+    replace(f"{allocator}.alloc_extend_kernel", LaunchedFunction(_alloc_extend))
+    replace(f"{allocator}.alloc_decode_kernel", LaunchedFunction(_alloc_decode))
+
+
+def _alloc_extend(
+    prefix_lens: Any,
+    seq_lens: Any,
+    last_loc: Any,
+    free_pages: Any,
+    out_indices: Any,
+    _batch_upper: int,
+    page_size: int,
+) -> None:
+    """Allocate the slots of each request's tokens [prefix, seq): in its open page, then new ones.
+
+    Writes nothing if there are too few free pages: the caller checks for that
+    after the launch and discards the result.
+    """
+    from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
+
+    new_pages = -(-seq_lens // page_size) - -(-prefix_lens // page_size)
+    if new_pages.sum() <= len(free_pages):
+        alloc_extend_naive(
+            *(prefix_lens, seq_lens, last_loc, free_pages, out_indices),
+            *(page_size, free_pages.device),
+        )
+
+
+def _alloc_decode(
+    seq_lens: Any,
+    last_loc: Any,
+    free_pages: Any,
+    out_indices: Any,
+    _batch_upper: int,
+    page_size: int,
+) -> None:
+    """Allocate one slot for each request: after its last one, or the first of a new page."""
+    opens_page = (seq_lens - 1) % page_size == 0
+    new_pages = int(opens_page.sum())
+    if new_pages > len(free_pages):
+        return
+    slots = last_loc.long() + 1
+    slots[opens_page] = free_pages[:new_pages] * page_size
+    out_indices.copy_(slots)
+
+
 # --- The HTTP server -------------------------------------------------------------------------
+
+
+def hooked_tokenizer_manager(kind: type[TokenizerManager]) -> type:
+    """As in ``v23``; there are no sessions here, and nobody is told of the end."""
+    return kind
 
 
 def aborted_errors() -> tuple[type[Exception], ...]:

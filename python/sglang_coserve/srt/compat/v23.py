@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_coserve.errors import StartupError
 from sglang_coserve.replacements import replace
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 Req = Any
@@ -51,6 +55,60 @@ def log_settings_through(told: Callable[[Mapping[str, Any]], Any]) -> None:
 def own_number_settings() -> tuple[str, ...]:
     """Return the names of settings that decide numbers and that other versions lack."""
     return ()
+
+
+def trusts_request_templates(server_args: Any) -> bool:
+    """Return whether a request may bring a chat template."""
+    return bool(server_args.trust_request_chat_template)
+
+
+def has_decode_interval() -> bool:
+    """Return whether SGLang has ``--prefill-decode-interval``."""
+    return True
+
+
+# --- The scheduler -------------------------------------------------------------------------
+
+
+def hooked_scheduler(kind: type[Scheduler]) -> type:
+    """Return ``kind``, SGLang's scheduler, as a base class that asks its subclass for more.
+
+    - ``adapters_in_use()``: the LoRA adapters of requests that are outside of its batches.
+    - ``is_idle(of_sglang, for_health_check)``: whether the engine is idle; SGLang's own answer is
+      ``of_sglang``.
+    - ``may_flush(of_sglang)``: whether a paused engine may flush its cache, though requests wait.
+      SGLang's own answer is what ``of_sglang()`` returns.
+    - ``all_requests()``: the requests that learn that the weights have another name.
+    """
+
+    class HookedScheduler(kind):
+        def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
+            adapters = running_loras | self.adapters_in_use()
+            return bool(super().can_schedule_lora_req(req, adapters))
+
+        def is_fully_idle(
+            self, for_health_check: bool = False, ignore_waiting: bool = False
+        ) -> bool:
+            of_sglang = partial(super().is_fully_idle, for_health_check, ignore_waiting)
+            if ignore_waiting:
+                return bool(self.may_flush(of_sglang))
+            return bool(self.is_idle(of_sglang(), for_health_check))
+
+        def record_weight_version_change(self, new_version: str | None) -> None:
+            everyone = {*self.collect_inflight_reqs(), *self.all_requests()}
+            self.__dict__["collect_inflight_reqs"] = lambda: everyone
+            try:
+                super().record_weight_version_change(new_version)
+            finally:
+                del self.collect_inflight_reqs
+
+    return HookedScheduler
+
+
+def results_in_flight(scheduler: Any) -> Sequence[tuple[ScheduleBatch, Any]]:
+    """Return the batches whose results SGLang has not processed yet, each with its result."""
+    results: Sequence[tuple[ScheduleBatch, Any]] = scheduler.result_queue
+    return results
 
 
 # --- What a request holds ------------------------------------------------------------------
@@ -315,6 +373,17 @@ INSERTING_METHODS: tuple[str, ...] = ("checkpoint_into_tree",)
 """Methods of the radix cache that insert the tokens of the request that is their first argument."""
 
 
+def own_duplicates_tree(kind: type[UnifiedTreeCore]) -> type:
+    """Return ``kind``, SGLang's tree, where the slots on the host of a node that is on the device,
+    too, are freed by nobody but us, who count them."""
+
+    class OwnDuplicatesTree(kind):
+        def _is_settled_full_host_duplicate(self, node: Any) -> bool:  # noqa: ARG002
+            return False
+
+    return OwnDuplicatesTree
+
+
 def prefix_namespace(req: Req) -> Any:
     """Return what a request's prefix is shared within; None for the common namespace."""
     if req.extra_key is None and req.cache_salt is None:
@@ -347,6 +416,19 @@ def replace_copy_engine(device_module: Any) -> None:
     replace("sglang.srt.managers.cache_controller.device_module", device_module)
     replace("sglang.srt.mem_cache.l2_transfer.device_module", device_module)
     l2_transfer._timing_events_supported.cache_clear()
+
+
+def fence_copies(controller: Any, passes: Any) -> None:
+    """Order a cache controller's copies after what the stream ``passes`` has been given to do.
+
+    SGLang does so itself as soon as the scheduler is there.
+    """
+    controller.load_fence_stream = controller.write_fence_stream = passes
+
+
+def start_writing(controller: Any) -> None:
+    """Start the queued copies to the host, after the forward passes in flight."""
+    controller.start_writing()
 
 
 def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int) -> None:
@@ -412,7 +494,37 @@ def num_core_sets(server_args: Any) -> int:
     return int(server_args.dp_size * server_args.tp_size * server_args.pp_size)
 
 
+def replace_page_allocation() -> None:
+    """Let the paged KV allocator run on a CPU, in this process; SGLang's does so here."""
+
+
 # --- The HTTP server -------------------------------------------------------------------------
+
+
+def hooked_tokenizer_manager(kind: type[TokenizerManager]) -> type:
+    """Return ``kind``, SGLang's tokenizer manager, as a base class that tells its subclass more.
+
+    - ``begin_session(begin)``: runs ``begin()``, SGLang's answer to a request for a session of
+      weight updates, and returns what that returns.
+    - ``end_session(end)``: the same at the end of a session.
+    - ``engine_has_ended()``: called after the schedulers have ended, before the server ends.
+    """
+
+    class HookedTokenizerManager(kind):
+        async def begin_weight_update(self, obj: Any, *args: Any) -> Any:
+            return await self.begin_session(partial(super().begin_weight_update, obj, *args))
+
+        async def end_weight_update(self, obj: Any, *args: Any) -> Any:
+            return await self.end_session(partial(super().end_weight_update, obj, *args))
+
+        def set_server_stop_hook(self, hook: Callable[[], None]) -> None:
+            def stop() -> None:
+                self.engine_has_ended()
+                hook()
+
+            super().set_server_stop_hook(stop)
+
+    return HookedTokenizerManager
 
 
 def aborted_errors() -> tuple[type[Exception], ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from sglang_coserve.replacements import LaunchedFunction
 from sglang_coserve.srt import compat
 
 
@@ -21,7 +22,7 @@ def install_replacements() -> None:
     from sglang_coserve.srt.cpu.attention import install_attention, install_linear_attention
 
     _install_pipeline()
-    _install_page_allocation()
+    compat.replace_page_allocation()
     _install_ordinary_memory()
     _install_grammar_masks()
     _install_latent_attention()
@@ -37,13 +38,6 @@ def _install_pipeline() -> None:
     from sglang.srt.distributed.parallel_state import init_model_parallel_group
 
     compat.replace(name, partial(init_model_parallel_group, use_pynccl=False))
-
-
-def _install_page_allocation() -> None:
-    """Replace the two Triton kernels of the paged KV allocator, which 0.5.17 has on a CPU, too."""
-    allocator = "sglang.srt.mem_cache.allocator.paged"
-    compat.replace(f"{allocator}.alloc_extend_kernel", _Kernel(_alloc_extend))
-    compat.replace(f"{allocator}.alloc_decode_kernel", _Kernel(_alloc_decode))
 
 
 def _hashed(seeds: Any, positions: Any, columns: Any) -> Any:
@@ -127,67 +121,13 @@ def _install_shared_experts() -> None:
     """Replace the Triton kernel that adds the gated shared experts (Qwen)."""
     compat.replace(
         "sglang.kernels.ops.elementwise.elementwise._fused_gate_sigmoid_mul_add_kernel",
-        _Kernel(_add_gated),
+        LaunchedFunction(_add_gated),
     )
 
 
 def _add_gated(hidden: Any, gate_weight: Any, shared: Any, output: Any, **options: Any) -> None:
     gate = (hidden @ gate_weight).sigmoid()[:, None]
-    if options.get("GATE_ONLY", False):  # Since 0.5.22.
-        output.view(-1, 1).copy_(gate)
-    elif options.get("DO_ADD", True):  # Since 0.5.22; before, always.
+    if options.get("DO_ADD", True):  # Otherwise the output holds nothing yet.
         output += gate * shared
     else:
         output.copy_(gate * shared)
-
-
-class _Kernel:
-    """A Python function that is launched like a Triton kernel: ``kernel[grid](...)``."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def __getitem__(self, grid: object) -> Any:
-        return self._function
-
-
-def _alloc_extend(
-    prefix_lens: Any,
-    seq_lens: Any,
-    last_loc: Any,
-    free_pages: Any,
-    out_indices: Any,
-    _batch_upper: int,
-    page_size: int,
-) -> None:
-    """Allocate the slots of each request's tokens [prefix, seq): in its open page, then new ones.
-
-    Writes nothing if there are too few free pages: the caller checks for that
-    after the launch and discards the result.
-    """
-    from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
-
-    new_pages = -(-seq_lens // page_size) - -(-prefix_lens // page_size)
-    if new_pages.sum() <= len(free_pages):
-        alloc_extend_naive(
-            *(prefix_lens, seq_lens, last_loc, free_pages, out_indices),
-            *(page_size, free_pages.device),
-        )
-
-
-def _alloc_decode(
-    seq_lens: Any,
-    last_loc: Any,
-    free_pages: Any,
-    out_indices: Any,
-    _batch_upper: int,
-    page_size: int,
-) -> None:
-    """Allocate one slot for each request: after its last one, or the first of a new page."""
-    opens_page = (seq_lens - 1) % page_size == 0
-    new_pages = int(opens_page.sum())
-    if new_pages > len(free_pages):
-        return
-    slots = last_loc.long() + 1
-    slots[opens_page] = free_pages[:new_pages] * page_size
-    out_indices.copy_(slots)

@@ -119,9 +119,7 @@ class CopyJobs:
         # An entry for SGLang that locks and publishes nothing.
         cache.ongoing_write_through[job_id] = _OngoingWriteThrough(cache.root_node.id, None, [])
         controller.write_queue.append(CacheOperation(host_slots, device_slots, job_id))
-        # SGLang 0.5.17 orders it after a part of the pass only, if that runs in a graph.
-        compat.copy_streams(controller)[0].wait_stream(controller.load_fence_stream)
-        controller.start_writing()
+        compat.start_writing(controller)
 
     def settle(self) -> None:
         """Process the copies that SGLang has seen end. O(copies)."""

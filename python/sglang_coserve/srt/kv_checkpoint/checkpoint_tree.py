@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt import compat
 
 Node = Any
 
@@ -105,7 +106,10 @@ TREE_BACKEND: Final = "coserve_checkpoint"
 """Name of the tree among SGLang's ``SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND``."""
 
 
-class CheckpointTree(UnifiedTreeCore):
+_OwnDuplicates: Any = compat.own_duplicates_tree(UnifiedTreeCore)
+
+
+class CheckpointTree(_OwnDuplicates):
     """A tree whose nodes can be split, evicted from the device and restored one at a time.
 
     SGLang's own tree chooses the nodes itself, and handles only whole nodes.
@@ -142,10 +146,6 @@ class CheckpointTree(UnifiedTreeCore):
         node.hash_value = None
         node.priority = EVICTION_RANK[RequestClass.OFFLINE]
         return node
-
-    def _is_settled_full_host_duplicate(self, _node: Node) -> bool:
-        # Since 0.5.22 SGLang may free such host slots; ours are counted.
-        return False
 
     def pin(self, node: Node) -> None:
         """Protect a node's host slots, and so the node, until ``unpin``. Calls are counted.

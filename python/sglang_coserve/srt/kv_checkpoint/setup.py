@@ -103,8 +103,9 @@ class CheckpointSetup(KvStoreSetup):
 
             strategy = STRATEGIES[config.kv_checkpoint]()
             cache = CheckpointCache(context.params, context.server_args, strategy)
-            # SGLang sets it itself since 0.5.22, when the scheduler is there.
-            cache.cache_controller.load_fence_stream = context.tp_worker.model_runner.forward_stream
+            compat.fence_copies(
+                cache.cache_controller, context.tp_worker.model_runner.forward_stream
+            )
             counter = cache.cache_controller.layer_done_counter
             context.tp_worker.register_hicache_layer_transfer_counter(counter)
             return cache

@@ -1,12 +1,13 @@
 """SGLang's scheduler with offline requests beside online ones.
 
-The only subclass of it. Each override delegates to a part (``parts``), and passes SGLang's own
-method on where needed.
+The only subclass of it, on top of what ``compat.hooked_scheduler`` makes of it. Each override
+delegates to a part (``parts``), and passes SGLang's own method on where needed.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,10 @@ def config_of(server_args: Any) -> CoserveConfig:
     return config
 
 
-class CoserveScheduler(Scheduler):
+_Hooked: Any = compat.hooked_scheduler(Scheduler)
+
+
+class CoserveScheduler(_Hooked):
     """SGLang's scheduler with co-serving; runs in the scheduler process of each rank."""
 
     # SGLang's attributes that are assigned here.
@@ -169,15 +173,8 @@ class CoserveScheduler(Scheduler):
         self.parts.moves.step(running_batch)
         return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
 
-    def _can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """Count the adapters of all requests, since those of both lanes may end up in one batch."""
-        return bool(super()._can_schedule_lora_req(req, running_loras | self._loras_in_use()))
-
-    def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """See ``_can_schedule_lora_req``; it has this name since SGLang 0.5.22."""
-        return bool(super().can_schedule_lora_req(req, running_loras | self._loras_in_use()))
-
-    def _loras_in_use(self) -> set[str | None]:
+    def adapters_in_use(self) -> set[str | None]:
+        """Return the adapters of all requests: those of both lanes may end up in one batch."""
         last = self.last_batch.reqs if self.last_batch else ()
         requests = (*self.parts.view.requests_with_kv(self.running_batch), *last)
         return {request.lora_id for request in requests if not request.finished()}
@@ -229,15 +226,9 @@ class CoserveScheduler(Scheduler):
             self.parts.admission.flushed()
         return is_flushed
 
-    def record_weight_version_change(self, new_version: str | None) -> None:
-        """Note for every request which tokens come from the old weights."""
-        # SGLang asks for the requests in its own batches; the ledger knows all.
-        everyone = {*self.collect_inflight_reqs(), *(live.req for live in self.parts.ledger)}
-        self.__dict__["collect_inflight_reqs"] = lambda: everyone
-        try:
-            super().record_weight_version_change(new_version)
-        finally:
-            del self.collect_inflight_reqs
+    def all_requests(self) -> set[Req]:
+        """Return every request, for each to note which of its tokens come from old weights."""
+        return {live.req for live in self.parts.ledger}
 
     def pause_generation(self, recv_req: Any) -> None:
         """Drop the suspended step, and let SGLang retract paused and parked requests, too."""
@@ -248,26 +239,26 @@ class CoserveScheduler(Scheduler):
 
     # --- Queries -------------------------------------------------------------------------
 
-    def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
+    def is_idle(self, of_sglang: bool, for_health_check: bool) -> bool:
         """Return whether the engine is idle, where waiting offline requests count as work until
         offline work has stopped.
 
         They do not count for the health check, which asks whether a batch is about to report
-        results. With ``ignore_waiting`` (since SGLang 0.5.22) requests that hold KV still count,
-        because SGLang is about to flush its cache.
+        results.
         """
-        if ignore_waiting:
-            if self.enable_hierarchical_cache:
-                # A paused engine runs no rounds, which alone note that copies have ended. All ranks
-                # come here at the same point, as SGLang asks for it only where a message says so.
-                self.tree_cache.check_hicache_events()
-            idle = bool(super().is_fully_idle(for_health_check, ignore_waiting=True))
-            has_kv = any(self.parts.view.requests_with_kv(self.running_batch))
-            return idle and not has_kv and not len(self.parts.moves)
-        idle = bool(super().is_fully_idle(for_health_check))
         if for_health_check:
-            return idle
-        return idle and not self.parts.admission.has_work and not len(self.parts.moves)
+            return of_sglang
+        return of_sglang and not self.parts.admission.has_work and not len(self.parts.moves)
+
+    def may_flush(self, of_sglang: Callable[[], bool]) -> bool:
+        """Return whether the paused engine may flush its cache: waiting requests that hold KV
+        still count as work."""
+        if self.enable_hierarchical_cache:
+            # A paused engine runs no rounds, which alone note that copies have ended. All ranks
+            # come here at the same point, as SGLang asks for it only where a message says so.
+            self.tree_cache.check_hicache_events()
+        has_kv = any(self.parts.view.requests_with_kv(self.running_batch))
+        return of_sglang() and not has_kv and not len(self.parts.moves)
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""

@@ -276,9 +276,8 @@ class EngineView:
         scheduler = self._scheduler
         yield from scheduler.grammar_manager.grammar_queue
         yield from self.requests_with_kv(scheduler.running_batch)
-        # Before 0.5.23 only the overlapped loop has a queue of results.
-        results = getattr(scheduler, "result_queue", ())
-        batches = [scheduler.last_batch, *(batch for batch, _ in results)]
+        unprocessed = (batch for batch, _ in compat.results_in_flight(scheduler))
+        batches = [scheduler.last_batch, *unprocessed]
         if self.micro_batches > 1:
             batches += [*scheduler.running_mbs, *scheduler.mbs, *scheduler.last_mbs]
         for batch in batches:

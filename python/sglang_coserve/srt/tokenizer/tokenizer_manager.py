@@ -145,9 +145,10 @@ _LAST_ANSWERS_S: Final = 5
 
 
 _Guarded: Any = GUARD.tokenizer_manager(TokenizerManager)
+_Hooked: Any = compat.hooked_tokenizer_manager(_Guarded)
 
 
-class CoserveTokenizerManager(_Guarded):
+class CoserveTokenizerManager(_Hooked):
     """Marks requests, and ends those whose clients leave; reports weight updates to
     ``coserve_weights``, and a crash to ``coserve_on_death``."""
 
@@ -271,20 +272,15 @@ class CoserveTokenizerManager(_Guarded):
             self.coserve_on_death()
         super().dump_requests_before_crash(*args, **kwargs)
 
-    def set_server_stop_hook(self, hook: Callable[[], None]) -> None:
-        """Have ``hook`` end the HTTP server after the schedulers have ended.
+    def engine_has_ended(self) -> None:
+        """Refuse what comes after the schedulers have ended, when the HTTP server is about to end.
 
-        What comes then over a connection that is open, a router's say, would never be answered, and
-        the server would wait for it for ever: it is refused, and Uvicorn waits for seconds only.
+        A request over a connection that is open, a router's say, would never be answered, and the
+        server would wait for it for ever: Uvicorn waits for seconds only.
         """
-
-        def stop() -> None:
-            self.coserve_has_stopped = True
-            if (server := uvicorn_server()) is not None:
-                server.config.timeout_graceful_shutdown = _LAST_ANSWERS_S
-            hook()
-
-        super().set_server_stop_hook(stop)
+        self.coserve_has_stopped = True
+        if (server := uvicorn_server()) is not None:
+            server.config.timeout_graceful_shutdown = _LAST_ANSWERS_S
 
     async def update_weights_from_disk(self, obj: Any, *args: Any) -> Any:
         """See ``TokenizerManager``; the model keeps the name that clients call it by."""
@@ -314,22 +310,22 @@ class CoserveTokenizerManager(_Guarded):
             self.coserve_weights.emptied_cache()
         return answer
 
-    async def begin_weight_update(self, obj: Any, *args: Any) -> Any:
-        """See ``TokenizerManager``, since SGLang 0.5.22: lines wait until ``end_weight_update``."""
+    async def begin_session(self, begin: Callable[[], Any]) -> Any:
+        """Let lines wait from the beginning of a session of weight updates to its end."""
         weights = self.coserve_weights
         is_open = weights.has_session
         weights.open_session()  # First: SGLang waits for the end of all that is in flight.
         try:
-            answer = await super().begin_weight_update(obj, *args)
+            answer = await begin()
             is_open = is_open or answer[0]
         finally:
             if not is_open:
                 weights.close_session()
         return answer
 
-    async def end_weight_update(self, obj: Any, *args: Any) -> Any:
-        """See ``TokenizerManager``, since SGLang 0.5.22."""
-        answer = await super().end_weight_update(obj, *args)
+    async def end_session(self, end: Callable[[], Any]) -> Any:
+        """Let lines go on, if the session has ended."""
+        answer = await end()
         if answer[0]:
             self.coserve_weights.close_session()
         return answer
