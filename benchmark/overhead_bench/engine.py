@@ -1,9 +1,15 @@
-"""A real scheduler whose passes are timed one by one; for ``OwnProcess``."""
+"""A real scheduler whose steps are timed one by one; for ``OwnProcess``.
+
+Time is counted to whoever runs: our overrides, or SGLang's methods that they call, or that call
+them.
+"""
 
 from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +21,8 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 
 RUNNING: Final = 32
-NUM_ONLINE: Final = 8
-"""Of the requests that run; they decode all the time."""
+ONLINE_SHARE: Final = 1 / 4
+"""Share of the running requests that are online; they decode all the time."""
 
 ONLINE_OUTPUT_TOKENS: Final = 3000
 """Longer than the benchmark."""
@@ -26,6 +32,12 @@ PREFIXES: Final = 100
 
 WARM_UP_PASSES: Final = 8
 LEAST_PASSES: Final = 8
+
+_METHODS: Final = (
+    *("get_next_batch_to_run", "get_new_batch_prefill", "update_running_batch"),
+    *("is_disable_overlap_for_batch", "run_batch", "process_batch_result"),
+)
+"""Methods of a step that we override."""
 
 
 _POLICY: Final = {"offline_policy": "coserve"}
@@ -42,33 +54,70 @@ SYSTEMS: Final = {
 
 @dataclass
 class Pass:
-    """One scheduling pass, and the step after it."""
+    """A scheduling pass, and the step after it. Times are in seconds."""
 
     pass_s: float
     stock_s: float
-    """Of it, in SGLang's own code."""
+    """Time of the pass in SGLang's code."""
 
     step_s: float = 0.0
-    """From the begin of this pass to that of the next."""
+    """From the beginning of this pass to that of the next."""
+
+    own_s: float = 0.0
+    """Time of the step in our overrides, the pass among them."""
+
+
+class _Meter:
+    """Counts time to whoever runs: the method that was entered last."""
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        self._runs = ["other"]
+        self._since_s = clock_s()
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def wrap(self, owner: Any, name: str, who: str) -> None:
+        """Count the time of a method to ``who``, without the methods that it calls of others."""
+        function = getattr(owner, name)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self._switch(lambda: self._runs.append(who))
+            try:
+                return function(*arguments, **named)
+            finally:
+                self._switch(self._runs.pop)
+
+        setattr(owner, name, timed)
+
+    def take(self) -> Mapping[str, float]:
+        """Return the seconds since the last call, by who ran."""
+        self._switch(lambda: None)
+        taken, self._seconds = self._seconds, defaultdict(float)
+        return taken
+
+    def _switch(self, change: Callable[[], object]) -> None:
+        now_s = self._clock_s()
+        self._seconds[self._runs[-1]] += now_s - self._since_s
+        change()
+        self._since_s = self._clock_s()
 
 
 class TimedEngine:
     """A scheduler whose event loop runs for some passes at a time."""
 
-    def __init__(self, system: EngineSystem, model: Path) -> None:
-        self.scheduler = start(system, model)
+    def __init__(self, system: EngineSystem, model: Path, num_running: int = RUNNING) -> None:
+        self.scheduler = start(system, model, num_running)
         self._is_stock = system.coserve is None
         self._clock_s = time.perf_counter if cpu.has_cuda() else time.thread_time
+        self._meter = _Meter(self._clock_s)
         self._rng = random.Random(0)
         self._prefixes = [self._tokens(32) for _ in range(PREFIXES)]
         self._num_sent = 0
         self._passes: list[Pass] = []
         self._pass_started_s = self._away_s = 0.0
-        self._stock_s = 0.0
-        self._is_in_stock = False
         self._pending: list[Any] = []
         self._time_passes()
-        for _ in range(NUM_ONLINE):
+        for _ in range(num_online(num_running)):
             self._send(self._tokens(64), ONLINE_OUTPUT_TOKENS, is_offline=False)
 
     def attention_backend(self) -> str:
@@ -106,36 +155,30 @@ class TimedEngine:
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.managers.scheduler import Scheduler
 
-        self._time_stock(Scheduler, "get_new_batch_prefill")
-        self._time_stock(ScheduleBatch, "filter_batch")
+        meter, own = self._meter, type(self.scheduler).__mro__
+        meter.wrap(ScheduleBatch, "filter_batch", "stock")
+        for name in _METHODS:
+            meter.wrap(Scheduler, name, "stock")
+            for kind in own[: own.index(Scheduler)]:
+                if name in vars(kind):
+                    meter.wrap(kind, name, "own")
         whole = self.scheduler.get_new_batch_prefill
 
         def one_pass(running_batch: Any) -> Any:
-            now_s = self._clock_s()
+            now_s, before = self._clock_s(), meter.take()
             if self._passes:
-                self._passes[-1].step_s = now_s - self._pass_started_s - self._away_s
-            self._pass_started_s, self._away_s, self._stock_s = now_s, 0.0, 0.0
+                last = self._passes[-1]
+                last.step_s = now_s - self._pass_started_s - self._away_s
+                last.own_s += before["own"]
+            self._pass_started_s, self._away_s = now_s, 0.0
             result = whole(running_batch)
-            self._passes.append(Pass(self._clock_s() - now_s, self._stock_s))
+            during, whole_s = meter.take(), self._clock_s() - now_s
+            own_s = during["own"]
+            stock_s = whole_s if self._is_stock else whole_s - own_s
+            self._passes.append(Pass(whole_s, stock_s, own_s=own_s))
             return result
 
         self.scheduler.get_new_batch_prefill = one_pass
-
-    def _time_stock(self, owner: type, name: str) -> None:
-        """Add what a method of SGLang's takes to the pass, once where one calls another."""
-        function = getattr(owner, name)
-
-        def timed(*arguments: Any, **named: Any) -> Any:
-            if self._is_in_stock:
-                return function(*arguments, **named)
-            self._is_in_stock, started_s = True, self._clock_s()
-            try:
-                return function(*arguments, **named)
-            finally:
-                self._is_in_stock = False
-                self._stock_s += self._clock_s() - started_s
-
-        setattr(owner, name, timed)
 
     def _fill(self, num_waiting: int) -> None:
         waiting = (
@@ -159,11 +202,17 @@ class TimedEngine:
         self.scheduler.process_input_requests([request])
 
 
-def start(system: EngineSystem, model: Path) -> Any:
+def num_online(num_running: int) -> int:
+    """Return how many of the running requests are online."""
+    return round(ONLINE_SHARE * num_running)
+
+
+def start(system: EngineSystem, model: Path, num_running: int) -> Any:
     """Return a scheduler with as many places as run at a time, and KV for all of them."""
+    online_tokens = (ONLINE_OUTPUT_TOKENS + 72) * num_online(num_running)
     settings = {
-        "max_running_requests": RUNNING,
-        "max_total_tokens": 256 * RUNNING + (ONLINE_OUTPUT_TOKENS + 72) * NUM_ONLINE,
+        "max_running_requests": num_running,
+        "max_total_tokens": 256 * num_running + online_tokens,
         "chunked_prefill_size": 512,
         **({} if cpu.has_cuda() else {"sleep_on_idle": False}),
         **system.flags,

@@ -57,7 +57,8 @@ def record(
         "kind": ForwardKind.EXTEND if prefills else ForwardKind.DECODE,
         "launched_s": launched_s,
         "ended_s": ended_s,
-        "requests": requests,
+        "online": tuple(one for one in requests if one.info.is_online),
+        "offline": tuple(one for one in requests if not one.info.is_online),
         "first": tuple(one for one in requests if one.token_s is not None and one.last_s is None),
     }
     return StepRecord(**(values | more))

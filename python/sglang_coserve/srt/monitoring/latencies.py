@@ -78,15 +78,11 @@ class LatencyHistograms:
             waited_s = record.ended_s - request.info.arrival_s
             self.ttft[request.info.request_class.value].add(max(0.0, waited_s))
         # Most requests of a step had their last tokens in the same step.
-        lasts = Counter(
-            [
-                (request.info.is_online, request.last_s)
-                for request in record.requests
-                if request.token_s is not None and request.last_s is not None
-            ]
-        )
-        for (is_online, last_s), count in lasts.items():
-            self.gaps["online" if is_online else "offline"].add(record.ended_s - last_s, count)
+        for name, requests in (("online", record.online), ("offline", record.offline)):
+            lasts = Counter([last_s for _, token_s, last_s, *_ in requests if token_s is not None])
+            for last_s, count in lasts.items():
+                if last_s is not None:
+                    self.gaps[name].add(record.ended_s - last_s, count)
 
     def _begun(self, request: StepRequest, now_s: float) -> None:
         info = request.info

@@ -54,19 +54,19 @@ class StepRing:
         if not record.suspensions:  # A step that may be suspended begins after the step before it.
             begins_s = max(begins_s, self._ended_s)
         self._ended_s = max(self._ended_s, record.ended_s)
-        requests = record.requests
-        prompts = [one for one in requests if one.prompt_tokens]
+        has_prompts = record.result.batch.prefill_requests > 0 or record.is_dropped
+        prompts = [one for one in record.requests if one.prompt_tokens] if has_prompts else []
         self._steps.append(
             _KeptStep(
-                replace(record, requests=(), first=()),
+                replace(record, online=(), offline=(), first=()),
                 begins_s,
-                online=tuple([one.info.rid for one in requests if one.info.is_online]),
-                offline=tuple([one.info.rid for one in requests if not one.info.is_online]),
+                online=tuple([info.rid for info, *_ in record.online]),
+                offline=tuple([info.rid for info, *_ in record.offline]),
                 prompts={one.info.rid: one.prompt_tokens for one in prompts},
                 silent=frozenset([one.info.rid for one in prompts if one.token_s is None]),
                 new=tuple([one.info for one in prompts if one.is_new]),
                 first=tuple([one.info.rid for one in record.first]),
-                last=tuple([one.info.rid for one in requests if one.is_last]),
+                last=tuple([one.info.rid for one in record.requests if one.is_last]),
             )
         )
 

@@ -59,6 +59,8 @@ class LiveRequest:
         Return how many of them had been computed before: the recompute tax of retraction. Tokens
         that were found in the cache count as computed.
         """
+        if not tokens:
+            return 0
         end = context_tokens + tokens
         is_whole = end >= len(self.req.origin_input_ids) + len(self.req.output_ids) - 1
         # The last token of a whole request was not computed before.
@@ -66,12 +68,6 @@ class LiveRequest:
         self.was_whole |= is_whole
         self.prefilled_tokens = max(self.prefilled_tokens, end)
         return max(0, min(before, end) - context_tokens)
-
-    def came(self, at_s: float) -> None:
-        """Record a token."""
-        if self.first_token_s is None:
-            self.first_token_s = at_s
-        self.last_token_s = at_s
 
 
 def packed_tokens(req: Req) -> PackedTokens:
@@ -94,6 +90,9 @@ class RequestLedger:
     def __init__(self, tree_cache: Any) -> None:
         self._tree_cache = tree_cache
         self._live: dict[str, LiveRequest] = {}
+        self.by_rid: Final[Mapping[str, LiveRequest]] = self._live
+        """The requests; callers must not change the mapping."""
+
         self._of_class = {each: dict[str, LiveRequest]() for each in RequestClass}
         self._begun: dict[str, LiveRequest] = {}
         """Those that were part of a batch; the others hold no KV."""

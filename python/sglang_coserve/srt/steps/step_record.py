@@ -72,9 +72,12 @@ class StepRecord:
     paced_s: float = 0.0
     """Time for which the host held its launch back, so that it could have newer requests."""
 
-    requests: tuple[StepRequest, ...] = ()
-    """Its requests, without those that were aborted before its results came. Of a dropped step the
-    prompts, whose tokens are lost."""
+    online: tuple[StepRequest, ...] = ()
+    """Its online requests, without requests that were aborted before its results came."""
+
+    offline: tuple[StepRequest, ...] = ()
+    """Its offline requests, likewise. A dropped step has only the prompts, whose tokens are
+    lost."""
 
     first: tuple[StepRequest, ...] = ()
     """Requests that got their first token in this engine."""
@@ -82,6 +85,11 @@ class StepRecord:
     suspensions: tuple[Suspension, ...] = ()
     left: tuple[RequestInfo, ...] = ()
     """Requests that have left the engine since the record before this one."""
+
+    @property
+    def requests(self) -> tuple[StepRequest, ...]:
+        """Its requests of both classes. O(requests)."""
+        return self.online + self.offline
 
     @property
     def is_dropped(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -50,7 +50,8 @@ class TrackedStep:
     launched_s: float = 0.0
     paced_s: float = 0.0
     ended_s: float = 0.0
-    requests: tuple[StepRequest, ...] = ()
+    online: tuple[StepRequest, ...] = ()
+    offline: tuple[StepRequest, ...] = ()
     first: tuple[StepRequest, ...] = ()
     suspensions: list[Suspension] = field(default_factory=list)
     stopped: tuple[int, float] | None = None
@@ -81,7 +82,8 @@ class TrackedStep:
             launched_s=self.launched_s,
             ended_s=self.ended_s,
             paced_s=self.paced_s,
-            requests=self.requests,
+            online=self.online,
+            offline=self.offline,
             first=self.first,
             suspensions=tuple(self.suspensions),
         )
@@ -266,7 +268,7 @@ class StepTracker:
             if live is not None
         ]
         record = step.record()
-        return replace(record, result=lost, ended_s=now_s, requests=tuple(requests))
+        return replace(record, result=lost, ended_s=now_s, offline=tuple(requests))
 
     def stopped(self) -> None:
         """Record that the oldest pending batch has no results: it was suspended."""
@@ -298,39 +300,47 @@ class StepTracker:
     def _note_results(
         self, step: TrackedStep, reqs: Sequence[Req], output_tokens: Sequence[int], now_s: float
     ) -> None:
-        """Note the requests of a step and their tokens, which came at ``now_s``. O(requests)."""
-        live_of, prompt_of = self._ledger.live, step.prompts.get
-        requests: list[StepRequest] = []
+        """Note the requests of a step and their tokens, which came at ``now_s``. O(requests).
+
+        Runs for every request of every step, so it calls nothing for a decode.
+        """
+        known, prompts = self._ledger.by_rid, step.prompts
+        online: list[StepRequest] = []
+        offline: list[StepRequest] = []
         first: list[StepRequest] = []
         served: list[ServedRequest] = []
-        tokens_of = Counter[str | None]()
+        tokens_of: dict[str | None, int] = {}
+        new = tuple.__new__  # What StepRequest() does, at half its cost.
+        prompt, again = _NO_PROMPT, 0
         for req, num_tokens in zip(reqs, output_tokens, strict=True):
-            live = live_of(req)
-            if live is None:
+            live = known.get(req.rid)
+            if live is None or live.req is not req:
                 continue  # It was aborted meanwhile, and another one may have its rid.
-            info, last_s = live.info, live.last_token_s
-            token_s = now_s if num_tokens > live.output_tokens else None
-            live.output_tokens = num_tokens
-            tokens, context_tokens, is_new = prompt_of(info.rid, _NO_PROMPT)
-            again = live.recomputes(context_tokens, tokens) if tokens else 0
-            is_last = req.finished()
-            request = StepRequest(
-                info, token_s, last_s, tokens, context_tokens, again, is_new, is_last
-            )
-            requests.append(request)
+            info, last_s, token_s = live.info, live.last_token_s, None
+            if num_tokens > live.output_tokens:
+                live.output_tokens = num_tokens
+                live.last_token_s = token_s = now_s
+            if prompts:
+                prompt = prompts.get(info.rid, _NO_PROMPT)
+                again = live.recomputes(prompt.context_tokens, prompt.tokens)
+            tokens, context_tokens, is_new = prompt
+            is_last = req.finished_reason is not None
+            values = (info, token_s, last_s, tokens, context_tokens, again, is_new, is_last)
+            request = new(StepRequest, values)
             if live.is_online:
-                served.append(ServedRequest(info, token_s))
+                online.append(request)
+                served.append(new(ServedRequest, (info, token_s)))
             else:
-                tokens_of[info.job] += tokens or 1
-            if token_s is not None:
-                live.came(now_s)
-                if last_s is None:
-                    first.append(request)
+                offline.append(request)
+                tokens_of[info.job] = tokens_of.get(info.job, 0) + (tokens or 1)
+            if last_s is None and token_s is not None:
+                live.first_token_s = token_s
+                first.append(request)
             if is_last:
                 self._ended.append(req)
         step.has_results = True
         step.ended_s = now_s
-        step.requests, step.first = tuple(requests), tuple(first)
+        step.online, step.offline, step.first = tuple(online), tuple(offline), tuple(first)
         if step.result.batch.is_empty:
             tokens_of.clear()
         jobs = tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])
