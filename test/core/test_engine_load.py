@@ -12,8 +12,8 @@ from sglang_coserve.core.engine_load import (
     total,
 )
 from sglang_coserve.core.learned_times import lines_at_a_time
-from sglang_coserve.core.validation import read_json
 from sglang_coserve.errors import InputFileError
+from sglang_coserve.json_documents import read_json
 
 BUSY = ReplicaLoad(
     online=ClassLoad(running=2, waiting=1, outstanding_tokens=300),

@@ -8,10 +8,11 @@ from types import MappingProxyType
 from typing import Annotated, Any, Final, get_args
 
 from sglang_coserve.config.batch_api import BatchApiConfig
-from sglang_coserve.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, flag, setting
+from sglang_coserve.config.flags import flag, setting
 from sglang_coserve.core.control.objective import Objective, parse_slowdown
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic, parse_slo
 from sglang_coserve.core.engine_load import Pool
+from sglang_coserve.core.ranges import NOT_NEGATIVE, POSITIVE, SHARE
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.logs import LOG_FORMATS

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
-from sglang_coserve.core.validation import JsonDocument
+from sglang_coserve.json_documents import JsonDocument
 
 _Some = Annotated[int, Field(ge=1)]
 
