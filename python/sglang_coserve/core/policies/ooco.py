@@ -48,7 +48,7 @@ class OocoPolicy(Policy):
        keeps its size, else the shortest, so that less is computed again.
     2. Gating: a new offline request is prefilled only if the time saved by the larger decode
        batch exceeds the expected cost of its retraction.
-    3. Migration between instances is ``core.pools.migration``, for the caller of two.
+    3. Migration between instances is ``core.migration``, for the caller of two.
     4. Mix decoding selection (Algorithm 2): all online decodes; up to K offline
        ones at random, against starvation; then the shortest, as many as keep
        the TPOT target.
