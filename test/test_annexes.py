@@ -80,7 +80,7 @@ def _delete(path: Path, names: tuple[str, ...]) -> None:
 
 
 POOLS = Annex(
-    ("core/pools", "srt/kv_moves"),
+    ("fleet/pools", "srt/kv_moves"),
     {"fleet/optional_parts.py": "LinePools", "srt/optional_parts.py": "FileMovesSetup"},
     {"LinePools": "LineMoves", "FileMovesSetup": "RequestMovesSetup"},
     {"config/coserve.py": ("kv_move_dir", "pool", "_check_pools")},

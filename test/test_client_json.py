@@ -101,7 +101,7 @@ PLACES: Final[dict[str, str]] = {
     "fleet/served_model.py::remembered": OURS,
     "batch/store/batch_rows.py::_record": "up to 100 faults; metadata of SHORT_BODY",
     # What operators choose.
-    "core/validation.py::read_json": OPERATOR,
+    "json_documents.py::read_json": OPERATOR,
     "fleet/engine.py::urls": OPERATOR,
     "recording/file.py::<module>": OPERATOR,
     "recording/file.py::_setup": OPERATOR,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.pools.migration import preferred_length, requests_to_pull
+from sglang_coserve.core.migration import preferred_length, requests_to_pull
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.request import SimRequest

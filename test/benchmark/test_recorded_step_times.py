@@ -13,11 +13,11 @@ from core.scheduler.scenarios import MODEL, NO_CACHE, offline, online, ran, snap
 from gpu import step_times
 from gpu.step_times import StepTime, read_step_times, reduce_folder, summarize_steps
 from sglang_coserve.core.control.slo import deadlines
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.recording.calls import RecordedStep, RecordingScheduler, SchedulerSetup
 from sglang_coserve.recording.file import encode_setup, encode_step

@@ -9,7 +9,7 @@ import pytest
 from core.offline_queue.offline_requests import offline
 from core.scheduler.scenarios import MODEL
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
-from sglang_coserve.core.learned_times import ServiceTime, expected_tokens_per_s
+from sglang_coserve.core.learned_times import ServiceTime, expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.core.step_stats import StepStats
 
@@ -83,3 +83,11 @@ def test_little_memory_few_requests_and_short_chunks_make_it_lower() -> None:
     assert expected_tokens_per_s(EVEN, **LARGE | {"kv_tokens": 8 * 512}) < most
     assert expected_tokens_per_s(EVEN, **LARGE | {"chunk_tokens": 16}) < most
     assert expected_tokens_per_s(EVEN, **LARGE | {"kv_tokens": 100}) == pytest.approx(one_request)
+
+
+def test_lines_fit_by_their_mean_length_and_by_requests() -> None:
+    assert lines_at_a_time(kv_tokens=1000, requests=100, lines=2, line_tokens=200) == 10
+    assert lines_at_a_time(kv_tokens=1000, requests=7, lines=2, line_tokens=200) == 7
+    assert lines_at_a_time(kv_tokens=1000, requests=-1, lines=2, line_tokens=200) == 0
+    # Nobody has sent any yet: of middle length.
+    assert lines_at_a_time(kv_tokens=1024, requests=100, lines=0, line_tokens=0) == 2

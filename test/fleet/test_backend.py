@@ -16,11 +16,11 @@ from batch.scenarios import OWNER, line, lines, stream, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.core.engine_load import WantedLines
-from sglang_coserve.core.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD
-from sglang_coserve.core.line_placement.placement import DEATHS_BEFORE_ALONE
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import EngineState
+from sglang_coserve.fleet.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD
+from sglang_coserve.fleet.line_placement.placement import DEATHS_BEFORE_ALONE
+from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 from waiting import GIVE_UP_S, until

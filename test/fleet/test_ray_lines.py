@@ -16,9 +16,9 @@ from fastapi import HTTPException
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
 from fleet.test_backend import GIVE_UP_S, request
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
-from sglang_coserve.core.engine_load import LinesLoad
 from sglang_coserve.errors import ConfigError, MissingExtraError, ServerGoneError
 from sglang_coserve.fleet.engine import EngineList, EngineSource
+from sglang_coserve.http_lines.engine_load import LinesLoad
 from waiting import until
 
 pytest.importorskip("ray")

@@ -23,10 +23,10 @@ from sglang_coserve.client import JobState
 from sglang_coserve.client.batch_api import batch_of
 from sglang_coserve.client.output_files import decode_record
 from sglang_coserve.client.server_batch import Submission, batch_status, check_outcome
-from sglang_coserve.core.engine_load import LinesLoad, WantedLines
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.fleet.engine import EngineState
 from sglang_coserve.fleet.report import Bill, OnlineUsers
+from sglang_coserve.http_lines.engine_load import LinesLoad, WantedLines
 from sglang_coserve.http_lines.messages import (
     EngineDelays,
     EngineDescription,

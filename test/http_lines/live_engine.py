@@ -12,7 +12,8 @@ from starlette.types import ASGIApp
 
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.routes.caller import set_admin_key
-from sglang_coserve.core.engine_load import ClassLoad, LinesLoad, Pool, WantedLines
+from sglang_coserve.config.coserve import Pool
+from sglang_coserve.http_lines.engine_load import ClassLoad, LinesLoad, WantedLines
 from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
 from sglang_coserve.http_lines.messages import LOAD_PATH
 from sglang_coserve.lines.backend import Backend

@@ -20,8 +20,8 @@ from common.arrivals import gamma_arrivals
 from sglang_coserve.cli import app
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import CoserveError
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.profiler.fits import write_profile
 from sglang_coserve.simulator.find_budget import BudgetSearch, Trial
 from sglang_coserve.simulator.observer import RunControl

@@ -7,7 +7,7 @@ from srt.own_process import printed_by
 SCRIPT = """
 import math
 from prometheus_client import generate_latest
-from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad
+from sglang_coserve.http_lines.engine_load import ClassLoad, ReplicaLoad
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS
 from sglang_coserve.srt.kv_store import KvStore
 from sglang_coserve.srt.monitoring.exporter import (

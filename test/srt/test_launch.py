@@ -20,9 +20,9 @@ from forked_processes import ForkedServers
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.guard.route_table import leaves
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.local_server import free_port
 from sglang_coserve.srt import compat, launch
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, STRICT_PATHS

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sglang_coserve.core.engine_load import EngineLoad
-from sglang_coserve.core.validation import read_json
+from sglang_coserve.http_lines.engine_load import EngineLoad
+from sglang_coserve.json_documents import read_json
 from sglang_coserve.local_server import LocalServer
 from waiting import GIVE_UP_S, eventually
 

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.managers import load_snapshot
 from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolStats
 
-from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad
+from sglang_coserve.http_lines.engine_load import ClassLoad, ReplicaLoad
 from sglang_coserve.srt.monitoring.online_load import (
     CoserveLoadSnapshot,
     OnlineLoad,

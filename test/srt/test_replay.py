@@ -16,10 +16,10 @@ from core.scheduler.scenarios import MODEL, NO_CACHE, queued, snapshot
 from sglang_coserve.cli import app
 from sglang_coserve.config import OFFLINE_POLICIES
 from sglang_coserve.core.control.slo import deadlines
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.step import Bound
 from sglang_coserve.errors import ConfigError, InputFileError
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.recording.calls import (
     Arrived,

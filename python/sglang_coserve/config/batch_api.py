@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from sglang_coserve.config.flags import POSITIVE, FlagSettings, flag, setting
+from sglang_coserve.config.flags import FlagSettings, flag, setting
+from sglang_coserve.core.ranges import POSITIVE
 from sglang_coserve.errors import ConfigError
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from sglang_coserve.config.batch_api import BatchApiConfig
-from sglang_coserve.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, flag, setting
+from sglang_coserve.config.flags import flag, setting
 from sglang_coserve.core.control.objective import Objective, parse_slowdown
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic, parse_slo
-from sglang_coserve.core.engine_load import Pool
+from sglang_coserve.core.ranges import NOT_NEGATIVE, POSITIVE, SHARE
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.logs import LOG_FORMATS
@@ -67,6 +67,10 @@ FIELDS_WITHOUT_EFFECT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 NO_CHECKPOINTS = "off"
 CHECKPOINT_STRATEGIES = ("eager", "lazy")
 """Ways to choose when the KV of offline requests is copied to host memory."""
+
+Pool = Literal["relaxed", "strict"]
+"""relaxed: begins lines, and gives running ones away. strict: serves online requests, and takes
+running lines over that suit it (OOCO §3.2)."""
 
 _AUTO = "auto"
 

@@ -8,16 +8,10 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, Self
+from typing import Any, NoReturn, Self
 
-from pydantic import Field
-
-from sglang_coserve.core.validation import check_ranges
+from sglang_coserve.core.ranges import check_ranges
 from sglang_coserve.errors import ConfigError
-
-POSITIVE: Final = Field(gt=0)
-NOT_NEGATIVE: Final = Field(ge=0)
-SHARE: Final = Field(ge=0, le=1)
 
 
 class FlagParser(argparse.ArgumentParser):

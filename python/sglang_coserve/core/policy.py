@@ -9,10 +9,10 @@ from typing import ClassVar, Final
 
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.ranges import check_ranges
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
-from sglang_coserve.core.validation import check_ranges
 
 _RANK: Final = MappingProxyType(
     {

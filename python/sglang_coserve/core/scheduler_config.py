@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
-from pydantic import Field
-
-from sglang_coserve.core.validation import check_ranges
+from sglang_coserve.core.ranges import NOT_NEGATIVE, POSITIVE, check_ranges
 
 
 class Overload(Enum):
@@ -30,30 +28,30 @@ class SchedulerConfig:
         ConfigError: a value is out of range; the message names the field.
     """
 
-    iteration_budget_s: Annotated[float | None, Field(gt=0)] = None
+    iteration_budget_s: Annotated[float | None, POSITIVE] = None
     """Latency budget of a step with online work (the budget that HyGen §4.2 searches for);
     ``None``: only the targets bound it. Online work alone may exceed it."""
 
     overload: Overload = Overload.BEST_EFFORT
 
-    stream_slowdown: Annotated[float | None, Field(ge=0)] = None
+    stream_slowdown: Annotated[float | None, NOT_NEGATIVE] = None
     """Longest time that offline work adds to a step with online decodes, as a fraction of the time
     that the decodes take alone: with 1.0 streams keep at least half of their speed. A target for
     TPOT or gaps replaces it. ``None``: no limit without a target."""
 
-    min_chunk_tokens: Annotated[int, Field(ge=1)] = 16
+    min_chunk_tokens: Annotated[int, POSITIVE] = 16
     """Smallest chunk into which an offline prefill is cut."""
 
-    headroom_tokens: Annotated[int, Field(ge=0)] = 512
+    headroom_tokens: Annotated[int, NOT_NEGATIVE] = 512
     """KV kept free for each running request when a new offline request is admitted, so that it is
     not retracted again at once; at most an eighth of all KV. Simulated on an H100 at 80% load,
     prompts of 2,048 and outputs of 64 tokens: 6,079 offline tokens/s and 52 retractions, with 64
     tokens 4,798 and 228."""
 
-    max_offline_requests: Annotated[int | None, Field(ge=1)] = None
+    max_offline_requests: Annotated[int | None, POSITIVE] = None
     """Most offline requests that may hold KV at once; ``None``: only memory bounds them."""
 
-    max_picks: Annotated[int, Field(ge=1)] = 64
+    max_picks: Annotated[int, POSITIVE] = 64
     """Most offline requests taken from the queue in one step; bounds the planning time."""
 
     refine: bool = False

@@ -12,11 +12,15 @@ from typing import Final, Self
 
 from msgspec.structs import replace
 
-from sglang_coserve.core.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD, model_of_most
-from sglang_coserve.core.line_placement.line_moves import Move
-from sglang_coserve.core.line_placement.placement import LinePlacement, Placed
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.fleet.engine import EngineState, FleetDelays, RemoteEngine
+from sglang_coserve.fleet.line_placement.engines import (
+    FAILURES_IN_A_ROW,
+    LINES_AHEAD,
+    model_of_most,
+)
+from sglang_coserve.fleet.line_placement.line_moves import Move
+from sglang_coserve.fleet.line_placement.placement import LinePlacement, Placed
 from sglang_coserve.fleet.optional_parts import LINE_MOVES
 from sglang_coserve.fleet.served_model import ServedModel
 from sglang_coserve.http_lines.engine_connection import EngineConnection

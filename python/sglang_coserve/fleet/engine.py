@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import ValidationError
 
-from sglang_coserve.core.engine_load import LinesLoad, Pool
-from sglang_coserve.core.line_placement.engines import LINES_AHEAD, FailureStreak, line_window
-from sglang_coserve.core.validation import explain
+from sglang_coserve.config.coserve import Pool
 from sglang_coserve.errors import ConfigError, ServerError
+from sglang_coserve.fleet.line_placement.engines import LINES_AHEAD, FailureStreak, line_window
 from sglang_coserve.http_lines.engine_connection import EngineConnection, engine_address
+from sglang_coserve.http_lines.engine_load import LinesLoad
 from sglang_coserve.http_lines.messages import (
     LOAD_PATH,
     EngineDelays,
@@ -29,6 +29,7 @@ from sglang_coserve.http_lines.messages import (
     EngineLostError,
     EngineRefusesError,
 )
+from sglang_coserve.json_documents import explain
 from sglang_coserve.lines.backend import TokenRate
 from sglang_coserve.network import check_key, http_address
 

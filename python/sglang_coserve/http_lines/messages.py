@@ -50,7 +50,7 @@ def refusal_text(address: str, status: int, content: bytes) -> str:
 LINES_PATH: Final = "/coserve/lines"
 DELAYS_PATH: Final = f"{LINES_PATH}/delays"
 LOAD_PATH: Final = "/coserve/load"
-"""Where an engine says how loaded it is (``core.engine_load``)."""
+"""Where an engine says how loaded it is (``http_lines.engine_load``)."""
 
 HEARTBEAT: Final = b"\n"
 """Says that the engine is there."""

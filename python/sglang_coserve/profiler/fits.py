@@ -13,10 +13,10 @@ from sglang_coserve.core.latency_model.machine import HARDWARE, Hardware
 from sglang_coserve.core.latency_model.model import Fit, LatencyModel, Sample, SampleTable
 from sglang_coserve.core.latency_model.model_shape import ModelShape, find_model
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.durable_files import replace as replace_file
 from sglang_coserve.errors import CoserveError, InputFileError, unreadable
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.profiler.latency import ShapeTiming, repeat_error
 from sglang_coserve.profiler.shapes import ShapeKind
 

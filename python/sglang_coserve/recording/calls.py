@@ -14,7 +14,6 @@ from msgspec import Struct
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.offline_queue import PackedTokens, QueuedRequest
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.core.policies import make_policy
@@ -24,6 +23,7 @@ from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.latency_profile import LatencyProfile
 
 
 class _Call(Struct, frozen=True, forbid_unknown_fields=True, tag_field="call"):

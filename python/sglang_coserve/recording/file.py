@@ -16,10 +16,10 @@ import msgspec
 
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import CoserveError, InputFileError
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.recording.calls import RecordedStep, SchedulerSetup
 
 T = TypeVar("T")

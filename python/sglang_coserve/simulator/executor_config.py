@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-from pydantic import NonNegativeFloat, PositiveInt
+from typing import Annotated
 
 from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.ranges import NOT_NEGATIVE, POSITIVE, check_ranges
 from sglang_coserve.core.snapshot import FINE_CHUNKS, ChunkRules
-from sglang_coserve.core.validation import check_ranges
 from sglang_coserve.errors import ConfigError
 
 
@@ -23,14 +22,14 @@ class SafepointConfig:
         ConfigError: a value is out of range.
     """
 
-    num_layers: PositiveInt
-    interval_layers: PositiveInt = 4
+    num_layers: Annotated[int, POSITIVE]
+    interval_layers: Annotated[int, POSITIVE] = 4
     """Number of layers between checks; ConServe §6.5 uses 4."""
 
-    check_s: NonNegativeFloat = 10e-6
+    check_s: Annotated[float, NOT_NEGATIVE] = 10e-6
     """Cost of one check; ConServe §6.5 states less than 10 µs on one GPU."""
 
-    resume_s: NonNegativeFloat = 1e-3
+    resume_s: Annotated[float, NOT_NEGATIVE] = 1e-3
     """Cost of suspending and resuming a step, as measured with a prototype on a CPU."""
 
     def __post_init__(self) -> None:
@@ -56,10 +55,10 @@ class ExecutorConfig:
     """
 
     kv_capacity_tokens: int
-    page_tokens: PositiveInt = 16
+    page_tokens: Annotated[int, POSITIVE] = 16
     """KV is allocated in pages of this many tokens."""
 
-    max_running_requests: PositiveInt = 256
+    max_running_requests: Annotated[int, POSITIVE] = 256
     """Most requests that hold KV at once."""
 
     max_batch_tokens: int = 8192
@@ -68,7 +67,7 @@ class ExecutorConfig:
     prefix_cache: bool = True
     """False: KV is never shared, and a retracted request keeps none on the device."""
 
-    checkpoint_tokens_per_s: NonNegativeFloat = 0.0
+    checkpoint_tokens_per_s: Annotated[float, NOT_NEGATIVE] = 0.0
     """KV tokens per second that are copied to host memory, and back (ConServe §4.4; §6.5 measured
     37 GB/s from one H100); 0: KV released on the device must be computed again."""
 
@@ -84,7 +83,7 @@ class ExecutorConfig:
     """With ``overlap``: whether the step after one with offline work is planned as that ends, as
     our engine does."""
 
-    noise_cv: NonNegativeFloat = 0.0
+    noise_cv: Annotated[float, NOT_NEGATIVE] = 0.0
     """Coefficient of variation of step times around the latency model."""
 
     seed: int = 0

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.latency_profile import LatencyProfile
 
 
 class Platform:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.engine_load import Pool, WantedLines
+from sglang_coserve.config.coserve import Pool
+from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.lines.background import TaskSupervisor
 
 if TYPE_CHECKING:

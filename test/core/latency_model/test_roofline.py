@@ -256,6 +256,12 @@ def test_optional_dimensions_of_a_config_have_the_usual_defaults() -> None:
     assert ModelShape.from_config({**LLAMA_3_1_8B, "head_dim": 64}).head_dim == 64
 
 
+def test_a_dimension_without_a_default_is_missed_by_its_name() -> None:
+    without = {name: value for name, value in LLAMA_3_1_8B.items() if name != "vocab_size"}
+    with pytest.raises(ConfigError, match=r"^config.json: vocab_size: this field is missing"):
+        ModelShape.from_config(without, "config.json")
+
+
 def test_unknown_hardware_names_the_known_ones() -> None:
     assert find_hardware("H100") is HARDWARE["h100"]
     with pytest.raises(

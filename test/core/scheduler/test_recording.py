@@ -23,7 +23,6 @@ from core.scheduler.test_scheduler_machine import SchedulerMachine
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo, deadlines, parse_slo
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.offline_queue import PackedTokens, QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
@@ -38,6 +37,7 @@ from sglang_coserve.core.step import (
 )
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.recording.calls import (
     Call,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
-from pydantic import PositiveFloat
-
+from sglang_coserve.core.ranges import POSITIVE, check_ranges
 from sglang_coserve.errors import ConfigError
 
 T = TypeVar("T")
@@ -16,19 +15,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The peak performance of one device, as stated by its vendor."""
+    """The peak performance of one device, as stated by its vendor.
+
+    Raises:
+        ConfigError: on construction, when a figure is not positive; the message names it.
+    """
 
     name: str
-    bf16_flop_per_s: PositiveFloat
+    bf16_flop_per_s: Annotated[float, POSITIVE]
     """Dense BF16 matrix multiplication, without structured sparsity."""
 
-    memory_byte_per_s: PositiveFloat
-    link_byte_per_s: PositiveFloat
+    memory_byte_per_s: Annotated[float, POSITIVE]
+    link_byte_per_s: Annotated[float, POSITIVE]
     """Between devices of one node, in one direction."""
 
-    memory_bytes: PositiveFloat
+    memory_bytes: Annotated[float, POSITIVE]
     source: str
     """Where the figures were published."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, f"hardware {self.name}: {{}}".format)
 
 
 HARDWARE: Final = MappingProxyType(

@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import count
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Annotated, Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import NonNegativeFloat, NonNegativeInt
 
+from sglang_coserve.core.ranges import NOT_NEGATIVE, check_ranges
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
@@ -100,18 +100,21 @@ class FitReport:
     """The error of a fitted model on samples that the fit did not see.
 
     Errors are relative to the measured time and are fractions: 0.02 is 2%.
+
+    Raises:
+        ConfigError: on construction, when a figure is out of range; the message names it.
     """
 
-    fitted_samples: NonNegativeInt
+    fitted_samples: Annotated[int, NOT_NEGATIVE]
     """Number of samples that the coefficients were fitted on."""
 
-    held_out_samples: NonNegativeInt
+    held_out_samples: Annotated[int, NOT_NEGATIVE]
     """Number of samples that the errors below were measured on."""
 
-    mape: NonNegativeFloat
+    mape: Annotated[float, NOT_NEGATIVE]
     """Mean absolute percentage error, as a fraction."""
 
-    p99_ape: NonNegativeFloat
+    p99_ape: Annotated[float, NOT_NEGATIVE]
     """99th percentile of the absolute relative error."""
 
     bias: float
@@ -119,6 +122,9 @@ class FitReport:
 
     seed: int
     """Seed of the split into fitted and held-out samples."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "fit_report: {}".format)
 
     @classmethod
     def measure(

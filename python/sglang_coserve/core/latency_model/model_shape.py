@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final, Literal
-
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, ValidationError
+from typing import Annotated, Final, Literal
 
 from sglang_coserve.core.latency_model.machine import named
-from sglang_coserve.core.validation import JsonDocument, explain
+from sglang_coserve.core.ranges import NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from sglang_coserve.errors import ConfigError
 
 WeightFormat = Literal["bf16", "fp8", "int8", "int4"]
@@ -30,52 +28,66 @@ _ADVICE: Final = "measure a profile of another kind on this model instead"
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention: the KV cache has one vector for all heads (DeepSeek-V2 §2.1)."""
+    """Multi-head latent attention: the KV cache has one vector for all heads (DeepSeek-V2 §2.1).
 
-    kv_rank: PositiveInt
-    rope_dim: PositiveInt
+    Raises:
+        ConfigError: on construction, when a dimension is out of range; the message names it.
+    """
+
+    kv_rank: Annotated[int, POSITIVE]
+    rope_dim: Annotated[int, POSITIVE]
     """Dimensions of a key that are rotated, and are the same for all heads."""
 
-    nope_dim: PositiveInt
+    nope_dim: Annotated[int, POSITIVE]
     """Dimensions of a head's key that are not."""
 
-    value_dim: PositiveInt
-    query_rank: NonNegativeInt = 0
+    value_dim: Annotated[int, POSITIVE]
+    query_rank: Annotated[int, NOT_NEGATIVE] = 0
     """Rank of the queries' projection; 0 if it is one matrix."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "latent attention: {}".format)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder: grouped-query or latent attention, and a gated MLP or experts, in each layer."""
+    """A decoder: grouped-query or latent attention, and a gated MLP or experts, in each layer.
 
-    hidden_size: PositiveInt
-    num_layers: PositiveInt
-    num_query_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
+    Raises:
+        ConfigError: on construction, when a dimension is out of range; the message names it.
+    """
+
+    hidden_size: Annotated[int, POSITIVE]
+    num_layers: Annotated[int, POSITIVE]
+    num_query_heads: Annotated[int, POSITIVE]
+    num_kv_heads: Annotated[int, POSITIVE]
+    head_dim: Annotated[int, POSITIVE]
     """Of a query; with latent attention ``latent`` has what counts."""
 
-    intermediate_size: PositiveInt
+    intermediate_size: Annotated[int, POSITIVE]
     """Of an MLP, or of one expert."""
 
-    vocab_size: PositiveInt
-    num_experts: PositiveInt = 1
+    vocab_size: Annotated[int, POSITIVE]
+    num_experts: Annotated[int, POSITIVE] = 1
     """MLPs of a layer; their router is not counted."""
 
-    experts_per_token: PositiveInt = 1
-    shared_intermediate_size: NonNegativeInt = 0
+    experts_per_token: Annotated[int, POSITIVE] = 1
+    shared_intermediate_size: Annotated[int, NOT_NEGATIVE] = 0
     """Of the experts that every token goes through, together."""
 
-    num_dense_layers: NonNegativeInt = 0
+    num_dense_layers: Annotated[int, NOT_NEGATIVE] = 0
     """The first layers, which have an MLP instead of experts."""
 
-    dense_intermediate_size: NonNegativeInt = 0
+    dense_intermediate_size: Annotated[int, NOT_NEGATIVE] = 0
     """Of that MLP."""
 
     weights: WeightFormat = "bf16"
     """Embeddings, activations and KV always take 16 bits."""
 
     latent: LatentAttention | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "model shape: {}".format)
 
     @classmethod
     def from_config(
@@ -105,93 +117,84 @@ class ModelShape:
                     f"{source}: {name}: layers with and without experts, other than the first, "
                     f"are not modelled: {_ADVICE}"
                 )
-        try:
-            dimensions = _Dimensions.model_validate(config)
-            latent = None
-            if config.get("kv_lora_rank") is not None:
-                latent = _Latent.model_validate(config).attention()
-        except ValidationError as error:
-            raise ConfigError(f"{source}: {explain(error)}") from error
-        return dimensions.shape(source, _weight_format(config, source), latent)
+        dimensions = _Dimensions(config, source)
+        return dimensions.with_experts(dimensions.dense(_weight_format(config, source)))
 
 
-class _Dimensions(JsonDocument):
-    """The dimensions in a Hugging Face config, under its names."""
+@dataclass(frozen=True, slots=True)
+class _Dimensions:
+    """Reads the dimensions in a Hugging Face config, under its names."""
 
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    intermediate_size: PositiveInt
-    vocab_size: PositiveInt
-    num_experts: PositiveInt = Field(
-        1, validation_alias=AliasChoices("num_local_experts", "num_experts", "n_routed_experts")
-    )
-    num_experts_per_tok: PositiveInt = 1
-    moe_intermediate_size: PositiveInt | None = None
-    n_shared_experts: NonNegativeInt | None = None
-    shared_expert_intermediate_size: NonNegativeInt | None = None
-    first_k_dense_replace: NonNegativeInt = 0
+    config: Mapping[str, object]
+    source: str
 
-    def shape(
-        self, source: str, weights: WeightFormat, latent: LatentAttention | None
-    ) -> ModelShape:
-        heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads or heads
+    def read(self, name: str, default: int | None = None, range_: Range = POSITIVE) -> int:
+        """Return a dimension; the default, if there is one, where it is missing or null."""
+        value = self.config.get(name)
+        if value is None and default is not None:
+            return default
+        if name not in self.config:
+            raise self.error(f"{name}: this field is missing")
+        if fault := range_.fault(value, is_whole=True):
+            raise self.error(f"{name}: {fault}")
+        assert isinstance(value, int)
+        return value
+
+    def error(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {problem}")
+
+    def dense(self, weights: WeightFormat) -> ModelShape:
+        """Return the shape of the model with one MLP in each layer."""
+        hidden_size, heads = self.read("hidden_size"), self.read("num_attention_heads")
+        kv_heads = self.read("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise ConfigError(
-                f"{source}: num_key_value_heads: {kv_heads} does not divide {heads} heads"
-            )
-        if self.hidden_size < heads:
-            raise ConfigError(
-                f"{source}: hidden_size: {self.hidden_size} is too small for {heads} heads"
-            )
-        dense = ModelShape(
-            hidden_size=self.hidden_size,
-            num_layers=self.num_hidden_layers,
+            raise self.error(f"num_key_value_heads: {kv_heads} does not divide {heads} heads")
+        if hidden_size < heads:
+            raise self.error(f"hidden_size: {hidden_size} is too small for {heads} heads")
+        return ModelShape(
+            hidden_size=hidden_size,
+            num_layers=self.read("num_hidden_layers"),
             num_query_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=self.head_dim or self.hidden_size // heads,
-            intermediate_size=self.intermediate_size,
-            vocab_size=self.vocab_size,
+            head_dim=self.read("head_dim", hidden_size // heads),
+            intermediate_size=self.read("intermediate_size"),
+            vocab_size=self.read("vocab_size"),
             weights=weights,
-            latent=latent,
+            latent=None if self.config.get("kv_lora_rank") is None else self.latent(),
         )
-        if self.num_experts == 1:
+
+    def latent(self) -> LatentAttention:
+        return LatentAttention(
+            kv_rank=self.read("kv_lora_rank"),
+            rope_dim=self.read("qk_rope_head_dim"),
+            nope_dim=self.read("qk_nope_head_dim"),
+            value_dim=self.read("v_head_dim"),
+            query_rank=self.read("q_lora_rank", 0),
+        )
+
+    def with_experts(self, dense: ModelShape) -> ModelShape:
+        """Return the shape with the experts of the config, if it has any."""
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        num_experts = self.read(next((name for name in names if name in self.config), names[0]), 1)
+        if num_experts == 1:
             return dense
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"{source}: num_experts_per_tok: {self.num_experts_per_tok} is more than "
-                f"the {self.num_experts} experts"
+        experts_per_token = self.read("num_experts_per_tok", 1)
+        if experts_per_token > num_experts:
+            raise self.error(
+                f"num_experts_per_tok: {experts_per_token} is more than the {num_experts} experts"
             )
-        expert_size = self.moe_intermediate_size or self.intermediate_size
-        shared_size = (self.n_shared_experts or 0) * expert_size
+        expert_size = self.read("moe_intermediate_size", dense.intermediate_size)
+        num_shared_experts = self.read("n_shared_experts", 0, NOT_NEGATIVE)
+        shared_size = self.read("shared_expert_intermediate_size", 0, NOT_NEGATIVE)
+        num_dense_layers = self.read("first_k_dense_replace", 0, NOT_NEGATIVE)
         return replace(
             dense,
             intermediate_size=expert_size,
-            num_experts=self.num_experts,
-            experts_per_token=self.num_experts_per_tok,
-            shared_intermediate_size=self.shared_expert_intermediate_size or shared_size,
-            num_dense_layers=self.first_k_dense_replace,
-            dense_intermediate_size=self.intermediate_size if self.first_k_dense_replace else 0,
-        )
-
-
-class _Latent(JsonDocument):
-    kv_lora_rank: PositiveInt
-    q_lora_rank: PositiveInt | None = None
-    qk_rope_head_dim: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
-
-    def attention(self) -> LatentAttention:
-        return LatentAttention(
-            kv_rank=self.kv_lora_rank,
-            rope_dim=self.qk_rope_head_dim,
-            nope_dim=self.qk_nope_head_dim,
-            value_dim=self.v_head_dim,
-            query_rank=self.q_lora_rank or 0,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            shared_intermediate_size=shared_size or num_shared_experts * expert_size,
+            num_dense_layers=num_dense_layers,
+            dense_intermediate_size=dense.intermediate_size if num_dense_layers else 0,
         )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from pydantic import Field
 from sortedcontainers import SortedKeyList
 
 from sglang_coserve.core.offline_queue.prefix_trie import PrefixTrie, TrieLeaf
@@ -18,7 +17,7 @@ from sglang_coserve.core.offline_queue.request import (
     QueuedRequest,
     common_prefix_bytes,
 )
-from sglang_coserve.core.validation import check_ranges
+from sglang_coserve.core.ranges import NOT_NEGATIVE, SHARE, check_ranges
 from sglang_coserve.errors import RequestError
 
 _EQUAL: Final = 1e-6
@@ -33,14 +32,14 @@ class OfflineQueueConfig:
         ConfigError: a value is out of range; the message names the field.
     """
 
-    utility_ratio: Annotated[float, Field(ge=0, le=1)] = 0.95
+    utility_ratio: Annotated[float, SHARE] = 0.95
     """Probability that a pick follows the prefix trie rather than age (HyGen A.3's u):
     1 shares prefixes as much as possible, 0 serves in order of arrival."""
 
-    max_overtakes: Annotated[int | None, Field(ge=0)] = 64
+    max_overtakes: Annotated[int | None, NOT_NEGATIVE] = 64
     """Most consecutive picks that may pass over the oldest request; ``None``: no limit."""
 
-    deadline_slack_s: Annotated[float, Field(ge=0)] = 600.0
+    deadline_slack_s: Annotated[float, NOT_NEGATIVE] = 600.0
     """A request goes before those without time pressure once less than this is left
     until its latest start."""
 

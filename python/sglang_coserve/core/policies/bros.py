@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, ClassVar, Final, NamedTuple
 
-from pydantic import Field
-
 from sglang_coserve.core.planning.offline_phase import decode_offline
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.ranges import POSITIVE
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Bound, StepPlan, StepResult
@@ -56,7 +55,7 @@ class BrosPolicy(Policy):
 
     name: ClassVar[str] = "bros"
 
-    base_batch_requests: Annotated[int, Field(ge=1)] = 128
+    base_batch_requests: Annotated[int, POSITIVE] = 128
     """B_base."""
 
     _batch_requests: int = field(default=0, init=False)

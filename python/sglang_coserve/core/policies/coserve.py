@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from pydantic import Field
-
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.planning.offline_phase import serve_offline
 from sglang_coserve.core.planning.online_phase import serve_online
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.ranges import SHARE
 
 
 @dataclass
@@ -42,7 +41,7 @@ class CoservePolicy(Policy):
     averages_tpot: ClassVar[bool] = True
     protects_prefixes: ClassVar[bool] = True
 
-    utility_ratio: Annotated[float, Field(ge=0, le=1)] = OfflineQueueConfig().utility_ratio
+    utility_ratio: Annotated[float, SHARE] = OfflineQueueConfig().utility_ratio
     """Probability that a pick from the queue follows the prefix order, not the age."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:

@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from pydantic import Field
-
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.planning.offline_phase import serve_offline
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.ranges import POSITIVE, SHARE
 from sglang_coserve.core.step import Bound
 
 
@@ -43,10 +42,10 @@ class HygenPolicy(Policy):
 
     name: ClassVar[str] = "hygen"
 
-    step_prefill_tokens: Annotated[int, Field(ge=1)] = 512
+    step_prefill_tokens: Annotated[int, POSITIVE] = 512
     """C: prefill tokens of a step, both phases together."""
 
-    utility_ratio: Annotated[float, Field(ge=0, le=1)] = 0.95
+    utility_ratio: Annotated[float, SHARE] = 0.95
     """u of Algorithm 4; 1 is plain PSM (Algorithm 3)."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:

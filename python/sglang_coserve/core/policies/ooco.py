@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, ClassVar, Final
 
-from pydantic import Field
-
 from sglang_coserve.core.bottleneck import is_compute_saturated
 from sglang_coserve.core.planning.offline_phase import (
     decode_offline,
@@ -20,6 +18,7 @@ from sglang_coserve.core.planning.offline_phase import (
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy, yields_first
+from sglang_coserve.core.ranges import NOT_NEGATIVE
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Bound
 from sglang_coserve.core.step_stats import StepStats
@@ -49,7 +48,7 @@ class OocoPolicy(Policy):
        keeps its size, else the shortest, so that less is computed again.
     2. Gating: a new offline request is prefilled only if the time saved by the larger decode
        batch exceeds the expected cost of its retraction.
-    3. Migration between instances is ``core.pools.migration``, for the caller of two.
+    3. Migration between instances is ``core.migration``, for the caller of two.
     4. Mix decoding selection (Algorithm 2): all online decodes; up to K offline
        ones at random, against starvation; then the shortest, as many as keep
        the TPOT target.
@@ -64,7 +63,7 @@ class OocoPolicy(Policy):
     name: ClassVar[str] = "ooco"
 
     role: Role = Role.BOTH
-    random_picks: Annotated[int, Field(ge=0)] = 8
+    random_picks: Annotated[int, NOT_NEGATIVE] = 8
     """K of Algorithm 2."""
 
     _retraction_rate: float = field(default=0.0, init=False)

@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from sglang_coserve.core.engine_load import KvFormat
+from sglang_coserve.http_lines.engine_load import KvFormat
 from sglang_coserve.srt import compat
 
 logger = logging.getLogger(__name__)

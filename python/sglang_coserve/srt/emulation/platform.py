@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from sglang_coserve.core.latency_model.profile import LatencyProfile
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.srt.cpu.platform import Cpu
 from sglang_coserve.srt.emulation import model_directory
 from sglang_coserve.srt.emulation.settings import Emulation, SlowSpells

@@ -12,10 +12,10 @@ from sglang_coserve.core.latency_model.machine import Hardware, find_hardware
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.latency_model.model_shape import find_model
 from sglang_coserve.core.latency_model.operators import kv_bytes_per_token, kv_capacity_tokens
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.latency_model.roofline import RooflineModel
-from sglang_coserve.core.validation import read_json
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.json_documents import read_json
+from sglang_coserve.latency_profile import LatencyProfile
 
 PLACES: Final = 4093
 """Positions that the model tells apart; a prime, so that no period of a text goes with it."""

@@ -16,9 +16,10 @@ from typing import Any, Final
 
 import torch
 
-from sglang_coserve.core.engine_load import WantedLines
-from sglang_coserve.core.pools.migration import wanted_lines
+from sglang_coserve.core.migration import preferred_length, step_bound_s
 from sglang_coserve.core.request import Ending, RequestClass
+from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import computed_tokens, drop_ended, send_abort
 from sglang_coserve.srt.kv_moves.kv_directory import is_kv_name
@@ -110,15 +111,19 @@ class FileMoves(RequestMoves):
         if self.pool != "strict":
             return None
         core = self._admission.core
-        return wanted_lines(
+        tpot_s = core.interference.allowance.targets.token_s
+        online_batch = StepStats.of(decodes=map(computed_tokens, online))
+        preference = preferred_length(
             core.model,
-            [computed_tokens(req) for req in online],
-            [computed_tokens(req) for req in offline],
-            tpot_s=core.interference.allowance.targets.token_s,
-            free_kv_tokens=free_kv_tokens,
-            free_requests=free_requests,
-            runs_all=len(self._ledger.of_class(RequestClass.OFFLINE)) == len(offline),
+            StepStats.of(decodes=map(computed_tokens, (*online, *offline))),
+            step_bound_s(core.model, online_batch, tpot_s),
+            free_kv_tokens,
+            includes_all=len(self._ledger.of_class(RequestClass.OFFLINE)) == len(offline),
         )
+        if preference is None or free_requests < 1:
+            return None
+        tokens, max_tokens = preference
+        return WantedLines(tokens=tokens, max_tokens=max_tokens, lines=free_requests)
 
     def kept(self) -> Iterable[Req]:
         """See ``RequestMoves.kept``."""

@@ -23,7 +23,7 @@ from msgspec.structs import asdict
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
-from sglang_coserve.core.engine_load import ReplicaLoad
+from sglang_coserve.http_lines.engine_load import ReplicaLoad
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter

@@ -1,17 +1,18 @@
-"""What a scheduler reports of its load: the core's ``ReplicaLoad`` of the requests it has."""
+"""What a scheduler reports of its load: the ``ReplicaLoad`` of the requests it has."""
 
 from __future__ import annotations
 
 import time
 from typing import Any, Final, NamedTuple
 
-from sglang_coserve.core.engine_load import ClassLoad, OnlineShare, ReplicaLoad
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.learned_times import expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.http_lines.engine_load import ClassLoad, ReplicaLoad
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import computed_tokens
+from sglang_coserve.srt.monitoring.online_share import OnlineShare
 from sglang_coserve.srt.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.kv_pools import KvByClass

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.profiler.fits import ProfiledMachine, choose, fit_all, load_profile, to_profile
 from sglang_coserve.srt.profiling.executor import machine_of, profile_quickly
 

@@ -23,7 +23,7 @@ from sglang_coserve import __version__
 from sglang_coserve.asgi import route_path, send_error
 from sglang_coserve.batch.routes.caller import operator_router
 from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
-from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
+from sglang_coserve.http_lines.engine_load import EngineLoad, ReplicaLoad, Versions, total
 from sglang_coserve.http_lines.messages import LOAD_PATH
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import (

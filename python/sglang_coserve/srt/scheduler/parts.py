@@ -8,10 +8,10 @@ from typing import Any
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.baseline import EngineSize
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
+from sglang_coserve.latency_profile import LatencyProfile
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.recording.calls import SchedulerSetup
 from sglang_coserve.srt import compat

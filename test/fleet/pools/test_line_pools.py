@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_coserve.core.engine_load import Pool, WantedLines
-from sglang_coserve.core.line_placement.line_moves import Move
-from sglang_coserve.core.pools.line_pools import LinePools
+from sglang_coserve.config.coserve import Pool
+from sglang_coserve.fleet.line_placement.line_moves import Move
+from sglang_coserve.fleet.pools.line_pools import LinePools
+from sglang_coserve.http_lines.engine_load import WantedLines
 
 WANTS = WantedLines(tokens=100, max_tokens=400, lines=8)
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sglang_coserve.core.line_placement.engines import (
+from sglang_coserve.fleet.line_placement.engines import (
     FAILURES_IN_A_ROW,
     LINES_AHEAD,
     FailureStreak,
@@ -22,7 +22,7 @@ from sglang_coserve.core.line_placement.engines import (
     line_window,
     model_of_most,
 )
-from sglang_coserve.core.line_placement.placement import (
+from sglang_coserve.fleet.line_placement.placement import (
     DEATHS_BEFORE_ALONE,
     LinePlacement,
     Placed,

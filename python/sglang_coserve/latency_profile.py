@@ -14,8 +14,8 @@ from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.core.validation import JsonDocument, read_json
 from sglang_coserve.errors import ConfigError, InputFileError
+from sglang_coserve.json_documents import JsonDocument, read_json
 
 _SCHEMA_VERSION: Final = 1
 _LEAST_WORK: Final = {"a prefill": StepStats.of([(1, 0)]), "a decode": StepStats.of([], [1])}
@@ -62,7 +62,7 @@ class LatencyProfile:
             InputFileError: the text is not JSON or has another schema version, an
                 unknown kind, a missing or malformed field, or work that takes no time.
         """
-        document = read_json(_Profile[Any], text, source)
+        document = _read(_Profile[Any], text, source)
         model = _form(document.kind, text, source)
         given, names = document.coefficients, model.coefficients
         for name in names:
@@ -101,6 +101,7 @@ def _this_version(version: int) -> int:
 
 
 F = TypeVar("F")
+D = TypeVar("D", bound=JsonDocument)
 
 
 class _Profile(JsonDocument, Generic[F]):
@@ -134,13 +135,21 @@ class _RooflineForm(JsonDocument):
     tp_size: PositiveInt
 
 
+def _read(kind: type[D], text: str, source: str) -> D:
+    """Read a document; a part that checks itself names its field (``core.ranges``)."""
+    try:
+        return read_json(kind, text, source)
+    except ConfigError as error:
+        raise InputFileError(f"{source}: {error}") from error
+
+
 def _form(kind: str, text: str, source: str) -> LatencyModel:
     """Return a model of the document's form, with default coefficients."""
     if kind == RooflineModel.kind:
-        form = read_json(_Profile[_RooflineForm], text, source).form
+        form = _read(_Profile[_RooflineForm], text, source).form
         try:
             return RooflineModel.from_datasheet(form.shape, form.hardware, tp_size=form.tp_size)
         except ConfigError as error:
             raise InputFileError(f"{source}: form.tp_size: {error}") from error
-    sizes = read_json(_Profile[_GraphForm], text, source).form.captured_batch_sizes
+    sizes = _read(_Profile[_GraphForm], text, source).form.captured_batch_sizes
     return PolynomialModel.of(captured_batch_sizes=sizes)

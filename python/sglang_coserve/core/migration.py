@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
 from sglang_coserve.core.bottleneck import saturated_batch_size
-from sglang_coserve.core.engine_load import WantedLines
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 
@@ -55,35 +54,6 @@ def step_bound_s(model: LatencyModel, online: StepStats, tpot_s: float | None) -
     """Return the longest time of a decode step, in seconds: the target, but at least what the
     ``online`` decodes take. Infinite without a target."""
     return math.inf if tpot_s is None else max(tpot_s, model.predict(online))
-
-
-def wanted_lines(
-    model: LatencyModel,
-    online: Sequence[int],
-    offline: Sequence[int],
-    *,
-    tpot_s: float | None,
-    free_kv_tokens: int,
-    free_requests: int,
-    runs_all: bool,
-) -> WantedLines | None:
-    """Return the lines that a strict engine would take over; None for none.
-
-    ``online`` and ``offline`` are the context tokens of each request that runs. ``tpot_s`` is the
-    longest time of a step, in seconds. ``runs_all``: no offline request waits. Waiting online
-    requests do not count.
-    """
-    preference = preferred_length(
-        model,
-        StepStats.of(decodes=(*online, *offline)),
-        step_bound_s(model, StepStats.of(decodes=online), tpot_s),
-        free_kv_tokens,
-        includes_all=runs_all,
-    )
-    if preference is None or free_requests < 1:
-        return None
-    tokens, max_tokens = preference
-    return WantedLines(tokens=tokens, max_tokens=max_tokens, lines=free_requests)
 
 
 def requests_to_pull(

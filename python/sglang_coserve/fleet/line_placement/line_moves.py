@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from sglang_coserve.core.engine_load import Pool, WantedLines
+from sglang_coserve.config.coserve import Pool
+from sglang_coserve.http_lines.engine_load import WantedLines
 
 
 class Move(NamedTuple):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from latency_cases import (
+
+from core.latency_model.latency_cases import (
     EAGER_POLYNOMIAL,
     MACHINES,
     POLYNOMIAL,
@@ -17,11 +18,10 @@ from latency_cases import (
     machine_id,
     models,
 )
-
 from sglang_coserve.core.latency_model.model import FitReport, LatencyModel
-from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
+from sglang_coserve.latency_profile import LatencyProfile
 
 REPORT = FitReport(
     fitted_samples=800, held_out_samples=200, mape=0.012, p99_ape=0.05, bias=-0.001, seed=3
@@ -111,6 +111,14 @@ def nonsense(document: dict[str, Any], path: list[str]) -> None:
             "coefficients",
             {name: float("graph" not in name) for name in POLYNOMIAL.coefficients},
             "by them a decode takes no time: profile again",
+        ),
+        (EAGER_POLYNOMIAL, "fit_report.mape", -0.1, "fit_report: mape must be greater than or"),
+        (ROOFLINE, "form.shape.num_layers", 0, "model shape: num_layers must be greater than 0"),
+        (
+            ROOFLINE,
+            "form.hardware.memory_bytes",
+            -1.0,
+            "hardware h100: memory_bytes must be greater than 0, found -1.0",
         ),
         (ROOFLINE, "form.tp_size", 3, "form.tp_size: 32 attention heads cannot be split"),
     ],

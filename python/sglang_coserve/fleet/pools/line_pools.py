@@ -1,9 +1,9 @@
 """Moves running lines between engines that begin them and engines with online requests (OOCO §3.2).
 
 Lines begin at relaxed engines and at engines of no pool. A strict engine serves online requests. It
-names the lengths of running lines that it would take over (``migration``), and gets the best of the
-relaxed engines' lines. When the strict engine has no room for them any more, they go
-back. Lines that no strict engine wants end where they began.
+names the lengths of running lines that it would take over (``core.migration``), and gets the best
+of the relaxed engines' lines. When the strict engine has no room for them any more, they go back.
+Lines that no strict engine wants end where they began.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_coserve.core.engine_load import Pool, WantedLines
-from sglang_coserve.core.line_placement.line_moves import LineMoves, Move
-from sglang_coserve.core.pools.migration import requests_to_pull
+from sglang_coserve.config.coserve import Pool
+from sglang_coserve.core.migration import requests_to_pull
+from sglang_coserve.fleet.line_placement.line_moves import LineMoves, Move
+from sglang_coserve.http_lines.engine_load import WantedLines
 
 _ARRIVES_S: Final = 10.0
 """A line that was taken over may be silent for so long: an engine gives up reading its KV then

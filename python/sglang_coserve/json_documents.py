@@ -1,25 +1,23 @@
-"""Checks values by their types, with errors that name the file, and the field or setting."""
+"""JSON documents with declared fields, read with errors that name the file and the field."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Annotated, Any, Final, TypeVar, get_origin, get_type_hints
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from sglang_coserve.errors import ConfigError, InputFileError
+from sglang_coserve.errors import InputFileError
 
 T = TypeVar("T")
 
-STRICT: Final = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-"""No coercion: strings and booleans are not accepted as numbers, and NaN is refused."""
-
 
 class JsonDocument(BaseModel):
-    """Base class for a JSON object with the declared fields; other fields are ignored."""
+    """Base class for a JSON object with the declared fields; other fields are ignored.
 
-    model_config = STRICT
+    Nothing is coerced: strings and booleans are not accepted as numbers, and NaN is refused.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
 def read_json(kind: type[T], text: str | bytes, source: str) -> T:
@@ -32,29 +30,6 @@ def read_json(kind: type[T], text: str | bytes, source: str) -> T:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
         raise InputFileError(f"{source}: {explain(error)}") from error
-
-
-def check_ranges(settings: object, label: Callable[[str], str]) -> None:
-    """Check the fields of a dataclass whose types have a range: those that are ``Annotated``.
-
-    Raises:
-        ConfigError: a value is out of its range; the message begins with the field's ``label``.
-    """
-    kind: Any = type(settings)
-    for name, adapter in _ranges(kind).items():
-        try:
-            adapter.validate_python(getattr(settings, name))
-        except ValidationError as error:
-            raise ConfigError(f"{label(name)} {explain(error)}") from error
-
-
-@cache
-def _ranges(settings: type) -> Mapping[str, TypeAdapter[Any]]:
-    return {
-        name: TypeAdapter(kind, config=STRICT)
-        for name, kind in get_type_hints(settings, include_extras=True).items()
-        if get_origin(kind) is Annotated
-    }
 
 
 def explain(error: ValidationError) -> str:

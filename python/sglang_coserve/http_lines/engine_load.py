@@ -8,19 +8,15 @@ rest: where there is time and memory for more of them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
-from sglang_coserve.core.validation import JsonDocument
+from sglang_coserve.config.coserve import Pool
+from sglang_coserve.json_documents import JsonDocument
 
 _Some = Annotated[int, Field(ge=1)]
-
-Pool = Literal["relaxed", "strict"]
-"""relaxed: begins lines, and gives running ones away. strict: serves online requests, and takes
-running lines over that suit it (OOCO §3.2)."""
 
 
 class ClassLoad(JsonDocument):
@@ -37,7 +33,7 @@ class ClassLoad(JsonDocument):
 
 
 class WantedLines(JsonDocument):
-    """The running lines that a strict engine would take over (``core.pools``)."""
+    """The running lines that a strict engine would take over (``fleet.pools``)."""
 
     tokens: _Some
     """Tokens of context that it prefers."""
@@ -181,29 +177,3 @@ def _together(loads: Sequence[ClassLoad]) -> ClassLoad:
         waiting=sum(load.waiting for load in loads),
         outstanding_tokens=sum(load.outstanding_tokens for load in loads),
     )
-
-
-_WINDOW_S: Final = 10.0
-"""Gateways and autoscalers ask every few seconds."""
-
-
-class OnlineShare:
-    """The part of the last seconds in which the engine worked for online requests."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque()
-
-    def at(self, now_s: float, online_s: float) -> float:
-        """Return the part, 0 to 1, at a time that never goes back; O(1) amortized.
-
-        ``online_s`` is what all steps so far took for online requests.
-        """
-        seen = self._seen
-        seen.append((now_s, online_s))
-        # The last one that is old enough is what to compare with.
-        while len(seen) > 1 and seen[1][0] <= now_s - _WINDOW_S:
-            seen.popleft()
-        then_s, worked_s = seen[0]
-        if now_s <= then_s:
-            return 0.0
-        return min(1.0, max(0.0, (online_s - worked_s) / (now_s - then_s)))

@@ -1,19 +1,17 @@
-"""Loads of replicas together, and the part of the time that online requests take."""
+"""Loads of replicas together, as a gateway reads them."""
 
 from __future__ import annotations
 
 import pytest
 
-from sglang_coserve.core.engine_load import (
+from sglang_coserve.errors import InputFileError
+from sglang_coserve.http_lines.engine_load import (
     ClassLoad,
-    OnlineShare,
     ReplicaLoad,
     WantedLines,
     total,
 )
-from sglang_coserve.core.learned_times import lines_at_a_time
-from sglang_coserve.core.validation import read_json
-from sglang_coserve.errors import InputFileError
+from sglang_coserve.json_documents import read_json
 
 BUSY = ReplicaLoad(
     online=ClassLoad(running=2, waiting=1, outstanding_tokens=300),
@@ -65,23 +63,3 @@ def test_it_is_read_back_as_it_was_written_and_a_fault_is_told_with_its_place() 
     assert read_json(ReplicaLoad, text, "http://engine") == BUSY
     with pytest.raises(InputFileError, match=r"http://engine: online\.running: must be"):
         read_json(ReplicaLoad, text.replace('"running":2', '"running":-2', 1), "http://engine")
-
-
-def test_the_share_is_of_the_last_ten_seconds() -> None:
-    share = OnlineShare()
-    assert share.at(100.0, 0.0) == 0.0
-    assert share.at(104.0, 1.0) == 0.25
-    assert share.at(110.0, 5.0) == 0.5
-    # Now the time since 104 counts, at least ten seconds of it.
-    assert share.at(114.0, 6.0) == 0.5
-    assert share.at(200.0, 6.0) == 0.0
-    # Nothing was told for a while: since the time before that.
-    assert share.at(201.0, 14.7) == pytest.approx(0.1)
-
-
-def test_lines_fit_by_their_mean_length_and_by_requests() -> None:
-    assert lines_at_a_time(kv_tokens=1000, requests=100, lines=2, line_tokens=200) == 10
-    assert lines_at_a_time(kv_tokens=1000, requests=7, lines=2, line_tokens=200) == 7
-    assert lines_at_a_time(kv_tokens=1000, requests=-1, lines=2, line_tokens=200) == 0
-    # Nobody has sent any yet: of middle length.
-    assert lines_at_a_time(kv_tokens=1024, requests=100, lines=0, line_tokens=0) == 2

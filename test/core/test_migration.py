@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_coserve.core.bottleneck import is_compute_saturated, saturated_batch_size
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
-from sglang_coserve.core.pools.migration import preferred_length, requests_to_pull, step_bound_s
+from sglang_coserve.core.migration import preferred_length, requests_to_pull, step_bound_s
 from sglang_coserve.core.step_stats import StepStats
 
 # Saturates where 20 µs a request exceed the 6.4 ms all share: at 320, so 512 of the powers.

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from sglang_coserve.core.line_placement.engines import Rendezvous
+from sglang_coserve.fleet.line_placement.engines import Rendezvous
 from sglang_coserve.jsonl.request_line import KEY_BLOCK_BYTES
 
 DEATHS_BEFORE_ALONE: Final = 2
