@@ -206,8 +206,8 @@ class ScriptedEngine:
         scheduler = self.scheduler
         assert scheduler.is_fully_idle()
         if (parts := getattr(scheduler, "parts", None)) is not None:
-            assert not len(parts.ledger)
-            assert parts.live.num_unnoticed == 0
+            assert not len(parts.requests)
+            assert parts.endings.num_unnoticed == 0
         for free, evictable, protected, total in self._kv_pools():
             assert protected == 0
             assert free + evictable == total

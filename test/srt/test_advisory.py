@@ -76,7 +76,7 @@ def serve(engine: ScriptedEngine) -> dict[str, list[int]]:
     engine.run(script)
     outputs = {rid: engine.output(rid) for rid in engine.reqs if rid != "gone"}
     engine.reqs.clear()
-    assert not len(scheduler.parts.ledger)
+    assert not len(scheduler.parts.requests)
     engine.assert_nothing_leaked()
     return outputs
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.core.snapshot import ChunkRules
-from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.engine_queues import EngineQueues
 from srt.conftest import Reference
 from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 
@@ -92,7 +92,7 @@ def run_aligned(engine: ScriptedEngine, *, told: bool) -> dict[str, list[int]]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if not told:
-                patch.setattr(EngineView, "chunk_rules", ChunkRules())
+                patch.setattr(EngineQueues, "chunk_rules", ChunkRules())
             return run_work(engine)[1]
     finally:
         engine.scheduler.truncation_align_size = None

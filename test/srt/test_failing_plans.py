@@ -24,7 +24,7 @@ from srt.test_planned_scheduler import LOOSE, TIGHT
 
 PLACES = {
     "before it": ("admission.core", "plan"),
-    "the snapshot": ("ledger", "waiting_requests"),
+    "the snapshot": ("snapshots", "take"),
     "the chunks": ("admission._plans", "_executable"),
     "the queue": ("view", "chunk_size"),
     "the chunk": ("admission._plans", "_choose_chunk"),
@@ -196,13 +196,13 @@ def run_stopped(engine: ScriptedEngine) -> tuple[dict[str, Any], list[Any], bool
 
     engine.run(script)
     pulse = scheduler.get_internal_state(GetInternalStateReq(rid='coserve: ["pulse"]'))
-    is_empty = scheduler.is_fully_idle() and not any(parts.ledger.with_kv())
+    is_empty = scheduler.is_fully_idle() and not any(parts.requests.with_kv())
     offline = parts.status.state()["offline"]
     engine.run([engine.request(f"on{i}", scenarios.prompt(i, 40), 6) for i in range(3)])
     engine.run([engine.abort("off")])
     engine.assert_nothing_leaked()
     judged = interference.monitor.report(time.perf_counter()).requests
-    known = len(interference) + len(parts.ledger)
+    known = len(interference) + len(parts.requests)
     return offline, list(pulse.internal_state.values()), is_empty, [judged, known]
 
 
@@ -238,7 +238,7 @@ def run_out_of_memory_without_plans(engine: ScriptedEngine) -> tuple[dict[str, l
     def failing(*args: Any, **named: Any) -> Any:
         online = engine.reqs.get(ALONE[0])
         decodes = online is not None and online.output_ids and not online.finished()
-        assert not (decodes and parts.view.paused_requests.paused), "a plan that cannot be"
+        assert not (decodes and parts.queues.paused_requests.paused), "a plan that cannot be"
         return plan(*args, **named)
 
     def script(iteration: int) -> list[Any]:
@@ -248,7 +248,7 @@ def run_out_of_memory_without_plans(engine: ScriptedEngine) -> tuple[dict[str, l
             if len(engine.output(ALONE[0])) < 3:
                 return []
             rids = {spec[0] for spec in PAUSED}
-            parts.view.paused_requests.pause(engine.scheduler.running_batch, rids)
+            parts.queues.paused_requests.pause(engine.scheduler.running_batch, rids)
             raise StopIteration
         is_late = all(len(engine.output(spec[0])) > 5 for spec in PAUSED)
         return [engine.request(*ALONE)] if is_late else []

@@ -123,7 +123,7 @@ def run_mixed(
     state = engine.scheduler.parts.lane.safepoints.state()["safepoints"]
     counts["suspended"] = sum(state["suspended"].values())
     counts["resumed_steps"] = state["resumed"]
-    assert not len(engine.scheduler.parts.ledger)
+    assert not len(engine.scheduler.parts.requests)
     return outputs, aborted, counts
 
 

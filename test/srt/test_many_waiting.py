@@ -13,8 +13,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from core.scheduler.scenarios import NO_CACHE, online, queued, scheduler, snapshot
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.engine_queues import EngineQueues
+from sglang_coserve.srt.steps.engine_requests import EngineRequests
+from sglang_coserve.srt.steps.snapshots import WaitingRequests
 
 _MANY = 5000
 
@@ -61,11 +62,11 @@ def queue(looks: Counter[str]) -> list[Any]:
 def test_a_plan_describes_the_requests_that_fit_a_step(
     queue: list[Any], looks: Counter[str]
 ) -> None:
-    ledger = NoCacheLedger(None)
+    requests = EngineRequests()
     for req in queue:
-        ledger.add(req, 0.0)
+        requests.add(req, 0.0)
     looks.clear()
-    waiting = ledger.waiting_requests(queue)
+    waiting = WaitingRequests(requests, queue, lambda _: 0)
     seen = replace(snapshot(max_batch_tokens=1000), waiting=waiting)
     plan = scheduler("coserve").plan(seen, NO_CACHE)
     assert [chunk.rid for chunk in plan.prefills][:2] == ["r0", "r1"]
@@ -77,13 +78,13 @@ def test_a_plan_describes_the_requests_that_fit_a_step(
 def test_a_plan_beside_decodes_does_not_look_through_a_queue_that_may_wait(
     queue: list[Any], looks: Counter[str], free_kv_tokens: int
 ) -> None:
-    ledger = NoCacheLedger(None)
+    requests = EngineRequests()
     for req in queue:
-        ledger.add(req, 0.0)
+        requests.add(req, 0.0)
     looks.clear()
     decodes = [online(state=RequestState.DECODING) for _ in range(8)]
     seen = snapshot(*decodes, max_batch_tokens=1000, free_kv_tokens=free_kv_tokens)
-    seen = replace(seen, waiting=ledger.waiting_requests(queue))
+    seen = replace(seen, waiting=WaitingRequests(requests, queue, lambda _: 0))
     targets = SloTargets(ttft_s=1e6, tpot_s=0.1)  # A step of prompts takes longer.
     plan = scheduler("coserve", queued(), targets=targets).plan(seen, NO_CACHE)
     assert not plan.skips_decodes
@@ -95,32 +96,25 @@ def test_the_queue_is_searched_no_further_than_what_was_chosen(
     queue: list[Any], looks: Counter[str]
 ) -> None:
     scheduler = SimpleNamespace(waiting_queue=list(queue))
-    view = EngineView(scheduler)
-    view.offer(["r9", "r3"], [])
+    queues = EngineQueues(scheduler)
+    queues.offer(["r9", "r3"], [])
     assert scheduler.waiting_queue == [queue[9], queue[3]]
     scheduler.waiting_queue.remove(queue[3])  # Admitted.
-    assert view.withdraw() == []
+    assert queues.withdraw() == []
     assert scheduler.waiting_queue == [*queue[:3], *queue[4:]]
     assert looks.total() < 100
-
-
-class NoCacheLedger(RequestLedger):
-    """One beside an empty prefix cache."""
-
-    def match_prefix(self, req: Any) -> int:
-        return 0
 
 
 def test_an_abort_looks_at_no_other_request_that_waits(
     queue: list[Any], looks: Counter[str]
 ) -> None:
     scheduler = SimpleNamespace(waiting_queue=queue)
-    view, req = EngineView(scheduler), queue[3000]
-    with view.showing_only(req):
+    queues, req = EngineQueues(scheduler), queue[3000]
+    with queues.showing_only(req):
         assert scheduler.waiting_queue == [req]
         scheduler.waiting_queue = []
-    assert len(view.waiting) == _MANY - 1
-    with view.showing_only(req):
+    assert len(queues.waiting) == _MANY - 1
+    with queues.showing_only(req):
         assert not scheduler.waiting_queue
-    assert len(view.waiting) == _MANY - 1
+    assert len(queues.waiting) == _MANY - 1
     assert not looks

@@ -83,7 +83,7 @@ def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
             tokens = scenarios.prompt(iteration, 150)
             messages.append(engine.request(f"on{iteration}", tokens, 12))
         for state, rids in seen.items():
-            reqs = getattr(engine.scheduler.parts.view.paused_requests, state)
+            reqs = getattr(engine.scheduler.parts.queues.paused_requests, state)
             if fresh := {req.rid for req in reqs} - rids:
                 rids.add(min(fresh))
                 messages.append(engine.abort(min(fresh)))
@@ -121,12 +121,12 @@ def run_abort_while_paused(engine: ScriptedEngine, spec: Spec, then: Spec | None
             return [engine.request(*spec)]
         if iteration == 12:
             return [engine.request(*stream)]
-        paused = {req.rid for req in parts.view.paused_requests.paused}
+        paused = {req.rid for req in parts.queues.paused_requests.paused}
         if "aborted" not in state and spec[0] in paused:
             state["aborted"] = iteration
             state["passes"] = len(engine.iterations)
             return [engine.abort(spec[0]), *([engine.request(*then)] if then else [])]
-        if "aborted" in state and "gone" not in state and spec[0] not in parts.ledger:
+        if "aborted" in state and "gone" not in state and spec[0] not in parts.requests:
             state["gone"] = iteration
         if "on" in engine.reqs and engine.reqs["on"].finished():
             raise StopIteration

@@ -223,7 +223,7 @@ def run_refusal_within_a_step(engine: ScriptedEngine) -> dict[str, Any]:
 
     def script(iteration: int) -> list[Any]:
         running = {
-            req.rid for req in scheduler.parts.view.requests_with_kv(scheduler.running_batch)
+            req.rid for req in scheduler.parts.queues.requests_with_kv(scheduler.running_batch)
         }
         if "again" in running and not has_retracted:
             scheduler.running_batch.filter_batch()
@@ -241,7 +241,7 @@ def run_refusal_within_a_step(engine: ScriptedEngine) -> dict[str, Any]:
         patch.setattr(scheduler, "grammar_manager", Grammars(scheduler.grammar_manager))
         engine.run(script)
     engine.assert_nothing_leaked()
-    known, tokens = len(scheduler.parts.ledger), len(engine.output("good"))
+    known, tokens = len(scheduler.parts.requests), len(engine.output("good"))
     engine.reqs.clear()
     return {"refused": set(refused), "known": known, "tokens": tokens}
 

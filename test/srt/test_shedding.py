@@ -52,7 +52,7 @@ def run_overload(engine: ScriptedEngine, num_offline: int) -> dict[str, Any]:
     return {
         "refused": {rid: reason["status_code"] for rid, reason in refused.items()},
         "outputs": outputs,
-        "known": len(engine.scheduler.parts.ledger),
+        "known": len(engine.scheduler.parts.requests),
         "shed": engine.scheduler.parts.status.state()["online"]["shed"] - shed_before,
         "offline": [len(engine.output(f"off{i}")) for i in range(num_offline)],
     }

@@ -16,7 +16,8 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.compat import set_computed_tokens
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.engine_requests import EngineRequests
+from sglang_coserve.srt.steps.snapshots import decoding_requests
 from sglang_coserve.srt.steps.step_record import StepRecord, Suspension
 from sglang_coserve.srt.steps.step_tracker import StepTracker, TrackedStep
 
@@ -52,8 +53,8 @@ class Engine:
     just before the next turn of the micro-batch."""
 
     def __init__(self, micro_batches: int = 1) -> None:
-        self.ledger = RequestLedger(None)
-        self.tracker = StepTracker(self.ledger, is_overlapped=False, micro_batches=micro_batches)
+        self.requests = EngineRequests()
+        self.tracker = StepTracker(self.requests, is_overlapped=False, micro_batches=micro_batches)
         self.launched: list[Any] = []
         self._under_way: deque[Any] = deque([None] * (micro_batches - 1))
 
@@ -71,7 +72,7 @@ class Engine:
         batch, number = None, len(self.launched)
         if tokens != 0:
             req = request(f"r{number}", tokens or 1 + number)
-            self.ledger.add(req, now_s)
+            self.requests.add(req, now_s)
             batch = prefill(req)
         if step is not None:
             self.tracker.started(StepPlan(step=step))
@@ -105,7 +106,7 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     for number, place, began_s, ends_s in ((None, 1, 10.5, 11.0), (1, 2, 11.0, 11.25)):
         (record,) = engine.run(ends_s, 1)
         stats, chunks = StepStats.of([(place + 1, 0)]), (PrefillChunk(f"r{place}", place + 1),)
-        served = ServedRequest(engine.ledger[f"r{place}"].info, ends_s)
+        served = ServedRequest(engine.requests[f"r{place}"].info, ends_s)
         assert record.result == StepResult(
             number, began_s, ends_s - began_s, stats, chunks, (served,)
         )
@@ -155,7 +156,7 @@ def test_batches_that_sglang_launched_without_a_pass_hold_up_no_results() -> Non
     engine = Engine()
     engine.run(10.0, 0)
     later = request("later")
-    engine.ledger.add(later, 10.2)
+    engine.requests.add(later, 10.2)
     engine.tracker.launched(prefill(later))
     processed(engine.tracker, later)
     assert times(engine.run(10.5, 1)) == [(0, None), (None, None)]
@@ -172,7 +173,7 @@ def suspended_step() -> tuple[StepTracker, TrackedStep]:
     """A tracker of which the first pass was suspended after 0.5 s, and that step."""
     engine = Engine()
     tracker, req = engine.tracker, request("a")
-    engine.ledger.add(req, 1.0)
+    engine.requests.add(req, 1.0)
     tracker.next_pass(1.0)
     tracker.started(StepPlan(step=0))
     tracker.launched(prefill(req))
@@ -185,7 +186,7 @@ def suspended_step() -> tuple[StepTracker, TrackedStep]:
 
 def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     tracker, step = suspended_step()
-    live = tracker._ledger.get("a")
+    live = tracker._requests.get("a")
     req = live.req
     tracker.launched(prefill(request("other")))  # Of nobody's plan.
     processed(tracker)
@@ -221,7 +222,7 @@ def test_a_record_has_the_requests_of_both_classes_and_their_tokens() -> None:
     engine = Engine()
     tracker, reqs = engine.tracker, [request("a"), request("b")]
     for req in reqs:
-        engine.ledger.add(req, 0.5)
+        engine.requests.add(req, 0.5)
     tracker.next_pass(1.0)
     tracker.launched(prefill(*reqs))
     tracker.runs(1.1, paced_s=0.25)
@@ -234,7 +235,7 @@ def test_a_record_has_the_requests_of_both_classes_and_their_tokens() -> None:
     ]
     assert [one.info.rid for one in record.first] == ["a"]
     assert (record.launched_s, record.paced_s, record.ended_s) == (1.1, 0.25, 2.0)
-    engine.ledger.forget("b")
+    engine.requests.forget("b")
     tracker.launched(decode(reqs[0]))
     processed(tracker, reqs[0])
     (record,) = tracker.next_pass(3.0)
@@ -247,34 +248,34 @@ def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     """Under overlap scheduling a result may come after the end."""
     engine = Engine()
     aborted, namesake = request("a"), request("a")
-    engine.ledger.add(aborted, 1.0)
+    engine.requests.add(aborted, 1.0)
     engine.tracker.next_pass(1.0)
     engine.tracker.launched(prefill(aborted))
-    engine.ledger.forget("a")
-    engine.ledger.add(namesake, 1.5)
+    engine.requests.forget("a")
+    engine.requests.add(namesake, 1.5)
     processed(engine.tracker, aborted)
     (record,) = engine.tracker.next_pass(2.0)
     assert (record.result.served, record.result.chunks) == ((), (PrefillChunk("a", 5),))
     assert record.requests == ()
-    left = engine.ledger.live(namesake)
+    left = engine.requests.live(namesake)
     assert left.last_token_s is None
 
 
 def test_a_token_in_flight_is_counted_and_has_no_time() -> None:
     """Under overlap scheduling a pass is planned before the results of the last one are known."""
-    ledger, req = RequestLedger(None), request("a")
-    ledger.add(req, 1.0)
+    requests, req = EngineRequests(), request("a")
+    requests.add(req, 1.0)
     req.kv = SimpleNamespace()
 
     def last_token_s(computed_tokens: int) -> float | None:
         set_computed_tokens(req, computed_tokens)
-        (seen,) = ledger.decoding_requests([req], RequestState.DECODING)
+        (seen,) = decoding_requests(requests, [req], RequestState.DECODING)
         assert seen.generated_tokens == computed_tokens + 1 - seen.info.prompt_tokens
         return seen.last_token_s
 
     assert last_token_s(5) is None
     req.output_ids.append(7)
-    live = ledger.live(req)
+    live = requests.live(req)
     live.last_token_s = 2.0
     assert last_token_s(5) == 2.0
     assert last_token_s(6) is None

@@ -16,7 +16,7 @@ pytest.importorskip("sglang.srt.utils.weight_versions")
 
 def places_of(engine: ScriptedEngine) -> dict[str, set[str]]:
     """Which requests with tokens are in which place."""
-    view, batch = engine.scheduler.parts.view, engine.scheduler.running_batch
+    view, batch = engine.scheduler.parts.queues, engine.scheduler.running_batch
     suspended = view.suspended_batch
     places = {
         "running": batch.reqs,
@@ -59,7 +59,7 @@ def run_with_changes(
     def recording(new_version: str | None) -> None:
         # Under overlap scheduling a request may have ended since the script ran.
         before = {rid: len(req.output_ids) for rid, req in engine.reqs.items()}
-        live = {entry.req.rid for entry in engine.scheduler.parts.ledger}
+        live = {entry.req.rid for entry in engine.scheduler.parts.requests}
         for rid in live:
             if before[rid]:
                 seen[rid].append(before[rid])

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from sglang_coserve.srt.monitoring.recompute_meter import RecomputeMeter
-from sglang_coserve.srt.steps.request_ledger import LiveRequest, RequestLedger
+from sglang_coserve.srt.steps.engine_requests import EngineRequests, LiveRequest
 from srt.kv_checkpoint.bare_cache import new_request
 from srt.monitoring.records import decode, info, prompt, record
 
 
 def live(tokens: int = 100) -> LiveRequest:
-    ledger = RequestLedger(None)
-    ledger.add(new_request("off", range(tokens), offline=True), 0.0)
-    return ledger["off"]
+    requests = EngineRequests()
+    requests.add(new_request("off", range(tokens), offline=True), 0.0)
+    return requests["off"]
 
 
 def test_tokens_count_as_recomputed_up_to_where_the_request_had_been() -> None:

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.strategies import Eager
-from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.engine_queues import EngineQueues
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from srt.kv_checkpoint.bare_cache import BareEngine, new_request, tokens_of
 
@@ -33,7 +33,7 @@ class Lane:
         )
         pools: Any = None
         # A dropped step hands aborted requests back to its caller.
-        view, none = EngineView(scheduler), list[Req]()
+        view, none = EngineQueues(scheduler), list[Req]()
         self.retraction = OfflineRetraction(scheduler, pools, view, Counter(), none.append)
 
     def _requeue(self, req: Req, *, is_retracted: bool) -> None:

@@ -347,10 +347,13 @@ def run_departures(engine: ScriptedEngine, sampling: dict[str, float]) -> tuple[
             return [engine.request("online", scenarios.prompt(80, 20), 100)]
         if "online" in engine.reqs and len(engine.output("online")) >= 3 and not first:
             first = iteration
-            held = {"suspended": parts.view.suspended, "paused": parts.view.paused_requests.reqs}
+            held = {
+                "suspended": parts.queues.suspended,
+                "paused": parts.queues.paused_requests.reqs,
+            }
             aborted.update({req.rid: place for place in held for req in held[place]})
             return [engine.abort(rid) for rid in aborted]
-        if first and ended_after is None and not any(rid in parts.ledger for rid in aborted):
+        if first and ended_after is None and not any(rid in parts.requests for rid in aborted):
             ended_after = iteration - first
             assert len(engine.output("online")) < 100
             return [engine.abort(abort_all=True)]

@@ -33,8 +33,8 @@ from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.safepoint.instrument import Stops
 from sglang_coserve.srt.steps.clocks import RankTime
 from sglang_coserve.srt.steps.engine_parts import EngineParts
+from sglang_coserve.srt.steps.engine_requests import ending_of, packed_tokens
 from sglang_coserve.srt.steps.offline_retraction import Prefill
-from sglang_coserve.srt.steps.request_ledger import ending_of, packed_tokens
 from sglang_coserve.srt.steps.step_record import StepRecord
 
 Req = Any
@@ -77,11 +77,11 @@ class Admission:
         """
         self.core = core
         self._scheduler = parts.scheduler
-        self._parts = parts
-        self._view = parts.view
+        self._snapshots = parts.snapshots
+        self._queues = parts.queues
         self._retraction = parts.retraction
         self._clock = parts.clock
-        self._ledger = parts.ledger
+        self._requests = parts.requests
         self._kv_store = parts.kv_store
         self._leases = parts.leases
         self._events = parts.events
@@ -100,7 +100,7 @@ class Admission:
         self._waiting: dict[str, Req] = {}
         """The offline requests that hold no KV and are in no batch, by rid."""
 
-        self._settling: deque[list[Req]] = deque([] for _ in range(parts.view.passes_to_settle))
+        self._settling: deque[list[Req]] = deque([] for _ in range(parts.queues.passes_to_settle))
         """The requests that were put back in each of the last passes, the oldest pass first. The
         core learns that they wait once the results of their last step have come."""
 
@@ -130,7 +130,7 @@ class Admission:
 
     def _add(self, req: Req) -> None:
         """Tell the core of a new offline request, and what is cached of one unlike all others."""
-        self.core.add_offline(_queued_request(req, self._ledger[req.rid].info.arrival_s))
+        self.core.add_offline(_queued_request(req, self._requests[req.rid].info.arrival_s))
         queue = self.core.queue
         if req.rid in queue and queue.opens_branch(req.rid):
             self._report_cached(req.rid)
@@ -161,10 +161,10 @@ class Admission:
 
     def _remove_begun(self, matches: Callable[[Req], bool]) -> list[Req]:
         gone = []
-        for req in self._view.paused_requests.unpark_all(matches):
+        for req in self._queues.paused_requests.unpark_all(matches):
             release_aborted(req, self._scheduler.tree_cache)
             gone.append(req)
-        for req in (*self._view.paused_requests.paused, *self._view.suspended):
+        for req in (*self._queues.paused_requests.paused, *self._queues.suspended):
             if matches(req) and not req.finished():
                 req.to_finish = FINISH_ABORT()
         return gone
@@ -181,7 +181,7 @@ class Admission:
 
     def _num_held(self) -> int:
         """Count the paused, parked and suspended requests."""
-        return len(self._view.paused_requests) + len(self._view.suspended)
+        return len(self._queues.paused_requests) + len(self._queues.suspended)
 
     def kept(self) -> Iterable[Req]:
         """Return the requests that wait, and those whose results are yet to be looked at.
@@ -190,13 +190,13 @@ class Admission:
 
     def forget(self, rid: str, ending: Ending) -> None:
         """Drop what is kept of a request that has ended, if anything is; to be called before the
-        ledger forgets."""
+        register of requests forgets."""
         self._tell(self._finish, rid, ending)
         self._waiting.pop(rid, None)
 
     def _finish(self, rid: str, ending: Ending) -> None:
         """Tell the core that a request has ended, and what it leaves in the cache."""
-        live = self._ledger.get(rid)
+        live = self._requests.get(rid)
         if live is None or ending is not Ending.COMPLETE:
             self.core.finish(rid, ending)
             return
@@ -263,19 +263,19 @@ class Admission:
 
     def _is_planned(self, running_batch: ScheduleBatch) -> bool:
         # A suspended or paused step counts even if all of its requests have ended meanwhile.
-        if self.num_waiting() or (self._plans_online and self._view.waiting):
+        if self.num_waiting() or (self._plans_online and self._queues.waiting):
             return True
-        if self._plans_online and (running_batch.reqs or self._view.chunk is not None):
+        if self._plans_online and (running_batch.reqs or self._queues.chunk is not None):
             return True
-        if not self._ledger.of_class(RequestClass.OFFLINE):
+        if not self._requests.of_class(RequestClass.OFFLINE):
             return False
-        return any(is_offline(req) for req in self._view.requests_with_kv(running_batch))
+        return any(is_offline(req) for req in self._queues.requests_with_kv(running_batch))
 
     def _free_adapters(self, running_batch: ScheduleBatch) -> None:
         """Retract offline requests whose LoRA adapters leave no slot to an online request."""
-        requests = self._view.requests_with_kv(running_batch)
+        requests = self._queues.requests_with_kv(running_batch)
         in_the_way = self._retraction.rids_blocking_adapters(requests)
-        if any(req.rid in in_the_way for req in self._view.suspended):
+        if any(req.rid in in_the_way for req in self._queues.suspended):
             self._drop()
         self._retraction.retract(in_the_way, running_batch)
 
@@ -285,9 +285,9 @@ class Admission:
             return WHILE_STOPPED
         if self._leaves_online:
             return BY_SGLANG_RULES
-        plan = self.core.plan(self._parts.snapshot(running_batch, time), self)
+        plan = self.core.plan(self._snapshots.take(running_batch, time), self)
         # A step that does not go on now would hold what clients have left for as long as it waits.
-        has_left = any(req.to_finish is not None for req in self._view.suspended)
+        has_left = any(req.to_finish is not None for req in self._queues.suspended)
         if plan.drops or (has_left and not plan.resumes):
             self._drop()
             return self._plan(running_batch, time)
@@ -320,7 +320,7 @@ class Admission:
                 ends_s = min(begins_s + plan.predicted_s, plan.until_s)
                 self.stops = Stops(plan.until_s, partial(self.core.must_suspend, ends_s))
         elif plan.lane is Lane.SHARED or plan.is_idle:
-            is_left_out = bool(plan.prefills and self._view.waiting)
+            is_left_out = bool(plan.prefills and self._queues.waiting)
             if is_left_out or not result.running_batch.reqs:
                 # SGLang reserves more memory than a plan, and places for adapters: a suspended
                 # step must not hold what an online request waits for, while it waits for that
@@ -342,14 +342,14 @@ class Admission:
     def _report_left(self, record: StepRecord) -> None:
         """Tell the core of offline requests that can use the prompts of a step's online ones."""
         for request in record.first:
-            if not request.info.is_online or (live := self._ledger.get(request.info.rid)) is None:
+            if not request.info.is_online or (live := self._requests.get(request.info.rid)) is None:
                 continue
             waiting = self.core.queue.nearest(pack_tokens(live.req.origin_input_ids))
             if waiting is not None and waiting.rid in self._waiting:
                 self._report_cached(waiting.rid)
 
     def _report_cached(self, rid: str) -> None:
-        if cached_tokens := self._ledger.match_prefix(self._waiting[rid]):
+        if cached_tokens := self._snapshots.match_prefix(self._waiting[rid]):
             self.core.cached(rid, cached_tokens)
 
     def _learn(self, time: RankTime) -> None:
@@ -367,11 +367,11 @@ class Admission:
     def cached_tokens(self, rid: str) -> int | None:
         """See ``PrefixCache``."""
         req = self._waiting[rid]
-        return self._ledger.match_prefix(req) if self._kv_store.loaded(req) else None
+        return self._snapshots.match_prefix(req) if self._kv_store.loaded(req) else None
 
     def _refuse(self, rid: str) -> None:
         """Refuse an online request that can no longer meet its target."""
-        for req in self._view.remove_waiting(rid):
+        for req in self._queues.remove_waiting(rid):
             message = "The server is overloaded: the request cannot meet its TTFT target."
             refuse(self._scheduler, req, HTTPStatus.SERVICE_UNAVAILABLE, message)
             self._forget(req, Ending.REFUSED)

@@ -59,9 +59,9 @@ class PlanExecution:
         out of SGLang's queue."""
         self._scheduler = parts.scheduler
         self._pools = parts.pools
-        self._ledger = parts.ledger
-        self._view = parts.view
-        self._paused = parts.view.paused_requests
+        self._requests = parts.requests
+        self._queues = parts.queues
+        self._paused = parts.queues.paused_requests
         self._retraction = parts.retraction
         self._lane = parts.lane
         self._kv_store = parts.kv_store
@@ -84,17 +84,17 @@ class PlanExecution:
     def _is_displacing(self, plan: StepPlan, running_batch: Any) -> bool:
         """Return whether the first online request that waits is left out, and goes before others
         that run."""
-        waiting = self._view.waiting_in_turn
+        waiting = self._queues.waiting_in_turn
         if not waiting or waiting[0].rid in {chunk.rid for chunk in plan.prefills}:
             return False
         online = (req for req in running_batch.reqs if not is_offline(req))
-        return self._view.displaces_another(waiting[0], online)
+        return self._queues.displaces_another(waiting[0], online)
 
     def _shared(self, plan: StepPlan, running_batch: Any, prefill: Prefill) -> Executed:
         """Start a step of the shared lane, or none if the plan is idle."""
         running_batch = self._make_room(plan, running_batch)
         chunks = self._executable(plan)
-        turn = self._view.turn
+        turn = self._queues.turn
         if turn in self._left_decodes:
             # SGLang runs decodes and prefills apart when one of them returns log-probabilities,
             # and prefills first: so that they take turns, the next prefills wait for a pass.
@@ -106,7 +106,7 @@ class PlanExecution:
         if is_apart and running_batch.reqs and not plan.skips_decodes:
             self._left_decodes.add(turn)
         is_started = batch is not None or bool(running_batch.reqs)
-        runs = is_started or bool(self._view.elsewhere())
+        runs = is_started or bool(self._queues.elsewhere())
         refused = () if runs else self._offered(chunks)
         has_online = any(chunk.rid not in self._waiting for chunk in self._new(chunks))
         leaves_online = has_online and not admitted and not result.running_batch.batch_is_full
@@ -171,7 +171,7 @@ class PlanExecution:
             self._put_back(running_batch)
         if plan.retracts_offline and self._lane.suspended is not None:
             self._lane.drop()
-        if self._view.chunk is not None and is_offline(self._view.chunk):
+        if self._queues.chunk is not None and is_offline(self._queues.chunk):
             # SGLang would go on with it before it looks at its queue.
             self._park_chunk()
         if plan.retracts_offline:
@@ -186,18 +186,18 @@ class PlanExecution:
 
         A request that was on its way from one place to another waits again.
         """
-        self._view.withdraw()
+        self._queues.withdraw()
         self._lane.forget_launched()
-        placed = {id(req) for req in self._view.requests_with_kv(running_batch)}
-        placed |= {id(req) for req in self._view.elsewhere()}
-        online, offline = self._ledger.with_kv()
+        placed = {id(req) for req in self._queues.requests_with_kv(running_batch)}
+        placed |= {id(req) for req in self._queues.elsewhere()}
+        online, offline = self._requests.with_kv()
         for req in (*online, *offline):
             if id(req) not in placed and not req.finished():
                 self._retraction.release(req)
 
     def _make_room_for_online_chunk(self, running_batch: Any) -> None:
         """Free the memory of an online prompt's next chunk, for which SGLang does not wait."""
-        req = self._view.chunk
+        req = self._queues.chunk
         if req is None or is_offline(req):
             return
         remaining = len(req.origin_input_ids) + len(req.output_ids) - prefix_tokens(req)
@@ -215,8 +215,8 @@ class PlanExecution:
         KV to be loaded from the host.
         """
         begun = {req.rid for req in self._paused.parked}
-        if self._view.chunk is not None:
-            begun.add(self._view.chunk.rid)
+        if self._queues.chunk is not None:
+            begun.add(self._queues.chunk.rid)
         continued: list[PrefillChunk] = []
         started: list[PrefillChunk] = []
         for chunk in plan.prefills:
@@ -232,7 +232,7 @@ class PlanExecution:
 
     def _new(self, chunks: Iterable[PrefillChunk]) -> Iterator[PrefillChunk]:
         """Yield the chunks with which a prompt begins."""
-        chunk = self._view.chunk
+        chunk = self._queues.chunk
         return (one for one in chunks if chunk is None or one.rid != chunk.rid)
 
     def _offered(self, chunks: Iterable[PrefillChunk]) -> tuple[str, ...]:
@@ -246,12 +246,12 @@ class PlanExecution:
         Returns SGLang's plan, and the admitted chunks with their real lengths, which exceed the
         planned ones if the cache has lost a prefix since.
         """
-        view, waiting = self._view, self._waiting
+        queues, waiting = self._queues, self._waiting
         self._choose_chunk(chunks)
-        begun = None if view.chunk is None else view.chunk.rid
+        begun = None if queues.chunk is None else queues.chunk.rid
         offline = [waiting[c.rid] for c in chunks if c.rid in waiting]
         rids = [c.rid for c in chunks if c.rid not in waiting and c.rid != begun]
-        view.offer(rids, offline)
+        queues.offer(rids, offline)
         # SGLang counts whole pages; a plan counts only the tokens in a prompt's last page.
         page = self._scheduler.page_size
         tokens = max(sum(-(-chunk.tokens // page) * page for chunk in chunks), page)
@@ -259,10 +259,10 @@ class PlanExecution:
         if mixes_decodes:
             tokens += len(decodes.reqs)  # SGLang subtracts them from the chunk size.
         decodes.batch_is_full = False
-        with view.chunk_size(tokens, mixes_decodes=mixes_decodes):
+        with queues.chunk_size(tokens, mixes_decodes=mixes_decodes):
             # This may retract requests: SGLang also reserves room for a request's output.
             result = self._retraction.admit(decodes, prefill)
-        self._events["admitted"] += len(view.withdraw())
+        self._events["admitted"] += len(queues.withdraw())
         batch = result.batch_to_run
         if batch is None:
             return result, ()
@@ -275,17 +275,17 @@ class PlanExecution:
 
     def _choose_chunk(self, chunks: Sequence[PrefillChunk]) -> None:
         """Make the prefill that these chunks continue, if any, SGLang's unfinished one."""
-        view = self._view
-        if view.chunk is not None and view.chunk.rid not in {chunk.rid for chunk in chunks}:
+        queues = self._queues
+        if queues.chunk is not None and queues.chunk.rid not in {chunk.rid for chunk in chunks}:
             self._park_chunk()
         if chunks and (parked := self._paused.unpark(chunks[0].rid)) is not None:
-            assert view.chunk is None
-            view.put_chunk(parked)
-        if view.chunk is not None:
-            limit_chunk(view.chunk, chunks[0].tokens)
+            assert queues.chunk is None
+            queues.put_chunk(parked)
+        if queues.chunk is not None:
+            limit_chunk(queues.chunk, chunks[0].tokens)
 
     def _park_chunk(self) -> None:
-        self._events["parked"] += self._view.park_chunk()
+        self._events["parked"] += self._queues.park_chunk()
 
 
 def _correct_mixed_prefix_lens(batch: ScheduleBatch) -> None:

@@ -79,9 +79,9 @@ class FileMoves(RequestMoves):
         self.pool = parts.config.pool
         self._scheduler = parts.scheduler
         self._admission = admission
-        self._view = parts.view
+        self._queues = parts.queues
         self._retraction = parts.retraction
-        self._ledger = parts.ledger
+        self._requests = parts.requests
         self._forget = forget
         self._cache = parts.scheduler.tree_cache
         self._files = files
@@ -118,7 +118,7 @@ class FileMoves(RequestMoves):
             StepStats.of(decodes=map(computed_tokens, (*online, *offline))),
             step_bound_s(core.model, online_batch, tpot_s),
             free_kv_tokens,
-            includes_all=len(self._ledger.of_class(RequestClass.OFFLINE)) == len(offline),
+            includes_all=len(self._requests.of_class(RequestClass.OFFLINE)) == len(offline),
         )
         if preference is None or free_requests < 1:
             return None
@@ -137,7 +137,7 @@ class FileMoves(RequestMoves):
 
     def _can_leave(self, rid: str) -> bool:
         """Return whether a request is here, and neither has ended nor is about to."""
-        live = self._ledger.get(rid)
+        live = self._requests.get(rid)
         return live is not None and not live.req.finished() and live.req.to_finish is None
 
     def come(self, req: Req) -> bool:
@@ -234,12 +234,12 @@ class FileMoves(RequestMoves):
         }
         if not asked:
             return
-        if any(req.rid in asked for req in self._view.suspended):
+        if any(req.rid in asked for req in self._queues.suspended):
             self._admission.give_up()
         drop_ended(running_batch)  # A finished request has nothing left to release.
         self._retraction.retract(asked.keys(), running_batch)
         gone = self._admission.remove(lambda req: req.rid in asked)
-        for req in (*gone, *(req for rid in asked for req in self._view.remove_waiting(rid))):
+        for req in (*gone, *(req for rid in asked for req in self._queues.remove_waiting(rid))):
             self._admission.forget(req.rid, Ending.ABORTED)
             self._cache.copy_to_host(req)
             self._moves[req.rid] = _Move(req, True, asked.pop(req.rid), time.monotonic())

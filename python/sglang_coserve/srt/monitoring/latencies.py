@@ -13,7 +13,7 @@ from typing import Final
 
 from sglang_coserve.core.control.bill import Delay
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.engine_requests import EngineRequests
 from sglang_coserve.srt.steps.step_record import StepRecord, StepRequest
 
 WAIT_BUCKETS_S: Final = (
@@ -98,12 +98,12 @@ class LatencyHistograms:
             self.delays["last"].add(max(0.0, delay.total_s))
 
 
-def oldest_waiting_s(ledger: RequestLedger, now_s: float) -> dict[str, float]:
+def oldest_waiting_s(requests: EngineRequests, now_s: float) -> dict[str, float]:
     """Return how long the request has waited that came first, of those of a class that have never
     run; 0 where there is none. O(begun requests)."""
     waited_s = {}
     for request_class in RequestClass:
-        infos = (live.info for live in ledger.of_class(request_class))
-        first = next((info for info in infos if not ledger.has_begun(info.rid)), None)
+        infos = (live.info for live in requests.of_class(request_class))
+        first = next((info for info in infos if not requests.has_begun(info.rid)), None)
         waited_s[request_class.value] = 0.0 if first is None else max(0.0, now_s - first.arrival_s)
     return waited_s

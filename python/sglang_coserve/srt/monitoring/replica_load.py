@@ -46,9 +46,9 @@ class LoadReporter:
         scheduler, config = parts.scheduler, parts.config
         self._moves = moves
         self._admission = admission
-        self._view = parts.view
+        self._queues = parts.queues
         self._pools = parts.pools
-        self._ledger = parts.ledger
+        self._requests = parts.requests
         self._lane = parts.lane
         self._max_requests: int = scheduler.max_running_requests
         self._chunk_tokens: int = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
@@ -62,7 +62,7 @@ class LoadReporter:
 
     def held(self) -> HeldKv:
         """Return who holds KV now. O(requests + nodes of the radix tree above them)."""
-        online, offline = self._ledger.with_kv()
+        online, offline = self._requests.with_kv()
         return HeldKv(online, offline, self._pools.by_class(online, offline))
 
     def recent(self) -> ReportedLoad:
@@ -91,8 +91,8 @@ class LoadReporter:
             max_lines=lines_at_a_time(
                 kv_tokens=self._pools.total_tokens - kv.online,
                 requests=requests,
-                lines=len(self._ledger.of_class(RequestClass.OFFLINE)),
-                line_tokens=self._ledger.length_tokens(RequestClass.OFFLINE),
+                lines=len(self._requests.of_class(RequestClass.OFFLINE)),
+                line_tokens=self._requests.length_tokens(RequestClass.OFFLINE),
             ),
             pool=self._moves.pool,
             wants=self._moves.wants(
@@ -119,19 +119,19 @@ class LoadReporter:
         return rate
 
     def _class_load(self, request_class: RequestClass, running: list[Req]) -> ClassLoad:
-        ledger = self._ledger
-        done_tokens = sum(min(computed_tokens(r), ledger[r.rid].length_tokens) for r in running)
+        requests = self._requests
+        done_tokens = sum(min(computed_tokens(r), requests[r.rid].length_tokens) for r in running)
         return ClassLoad(
             running=len(running),
-            waiting=len(ledger.of_class(request_class)) - len(running),
-            outstanding_tokens=ledger.length_tokens(request_class) - done_tokens,
+            waiting=len(requests.of_class(request_class)) - len(running),
+            outstanding_tokens=requests.length_tokens(request_class) - done_tokens,
         )
 
     def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float:
         """Return how long a step of these requests goes on until offline ones can be retracted."""
         if not offline:
             return 0.0
-        chunk = self._view.chunk
+        chunk = self._queues.chunk
         decodes = [computed_tokens(req) for req in (*offline, *online) if req is not chunk]
         prefills = []
         if chunk is not None:

@@ -14,7 +14,7 @@ from opentelemetry import trace
 from sglang.srt.observability.req_time_stats import convert_time_to_realtime_ns
 
 from sglang_coserve.core.control.bill import Delay
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.engine_requests import EngineRequests
 from sglang_coserve.srt.steps.step_record import StepRecord
 
 _MOST_ROOTS: Final = 1 << 12
@@ -24,9 +24,9 @@ _MOST_ROOTS: Final = 1 << 12
 class RequestSpans:
     """Writes the spans of suspensions and of delays; for one rank, and only while tracing is on."""
 
-    def __init__(self, ledger: RequestLedger) -> None:
-        """``ledger`` knows the live requests."""
-        self._ledger = ledger
+    def __init__(self, requests: EngineRequests) -> None:
+        """``requests`` has the live ones."""
+        self._requests = requests
         self._tracer = trace.get_tracer("sglang_coserve")
         self._roots: OrderedDict[str, Any] = OrderedDict()
         """The contexts of the root spans of online requests by rid."""
@@ -69,7 +69,7 @@ class RequestSpans:
 
     def _root(self, rid: str) -> Any:
         """Return the context of a request's root span; None without one."""
-        live = self._ledger.get(rid)
+        live = self._requests.get(rid)
         if live is None:
             return None
         context = live.req.time_stats.trace_ctx

@@ -67,7 +67,7 @@ class SchedulerStatus:
         self._recompute = RecomputeMeter()
         self._ask = partial(parts.advisory.ask, STATUS)
         scheduler = self._scheduler = parts.scheduler
-        self._view = parts.view
+        self._queues = parts.queues
         self._config = parts.config
         self._admission = admission
         self._lane = parts.lane
@@ -79,7 +79,7 @@ class SchedulerStatus:
         self._promise = parts.config.objective().sentence(
             keeps_conversations=parts.keeps_conversations
         )
-        ledger = self._ledger = parts.ledger
+        self._requests = parts.requests
         args = compat.settings_of(scheduler.server_args)
         dp_rank = compat.parallel(scheduler).dp_rank
         self._next_s = 0.0
@@ -97,7 +97,7 @@ class SchedulerStatus:
             # Imports OpenTelemetry, as SGLang has by now.
             from sglang_coserve.srt.monitoring.request_spans import RequestSpans
 
-            self._spans = RequestSpans(ledger)
+            self._spans = RequestSpans(parts.requests)
         if args.enable_metrics:
             labels = {"model_name": args.served_model_name}
             if dp_rank is not None:  # As in SGLang's own metrics.
@@ -117,7 +117,7 @@ class SchedulerStatus:
     def state(self) -> dict[str, Any]:
         """Return the current state of both classes; who holds KV may be a second old."""
         scheduler, now_s = self._scheduler, time.perf_counter()
-        running = self._view.running_requests()
+        running = self._queues.running_requests()
         num_offline = sum(is_offline(req) for req in running)
         prefilling = scheduler.chunked_req
         return {
@@ -222,7 +222,7 @@ class SchedulerStatus:
                 **state_values(self.state()),
                 **load_values(self._load.recent().load),
                 **latency_values(latencies),
-                "oldest_waiting_seconds": oldest_waiting_s(self._ledger, now_s),
+                "oldest_waiting_seconds": oldest_waiting_s(self._requests, now_s),
                 "budget_seconds": self._admission.budget_s,
             }
         )

@@ -25,7 +25,8 @@ from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES
 from sglang_coserve.srt.profiling.latency_source import latency_profile
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
-from sglang_coserve.srt.scheduler.request_intake import LiveRequests, RequestIntake
+from sglang_coserve.srt.scheduler.request_endings import RequestEndings
+from sglang_coserve.srt.scheduler.request_intake import RequestIntake
 from sglang_coserve.srt.steps.clocks import RankClock
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.step_record import StepRecord
@@ -77,13 +78,13 @@ class CoserveParts(EngineParts):
             safepoints,
             kv_store=KV_STORE.store(scheduler.tree_cache, clock.waited),
             switched_off=self._switched_off,
-            answer_aborted=lambda req: self.live.answer_aborted(req),
+            answer_aborted=lambda req: self.endings.answer_aborted(req),
         )
         self.background = TaskSupervisor()
-        self.live = LiveRequests(scheduler, self.ledger, kept=self._kept, tell=self._tell)
+        self.endings = RequestEndings(scheduler, self.requests, kept=self._kept, tell=self._tell)
         self.admission = self._make_admission()
-        self.moves = REQUEST_MOVES.moves(self, self.admission, self.background, self.live.forget)
-        self.intake = RequestIntake(self, self.admission, self.moves, self.live)
+        self.moves = REQUEST_MOVES.moves(self, self.admission, self.background, self.endings.forget)
+        self.intake = RequestIntake(self, self.admission, self.moves, self.endings)
         self.load = LoadReporter(self, self.admission, self.moves)
         self.online_load = OnlineLoad(self, self.load)
         self.status = SchedulerStatus(
@@ -91,7 +92,7 @@ class CoserveParts(EngineParts):
             self.admission,
             self.load,
             self.background,
-            lambda: self.live.num_unnoticed,
+            lambda: self.endings.num_unnoticed,
             self.moves.figures,
         )
 
@@ -103,7 +104,7 @@ class CoserveParts(EngineParts):
         # The other ranks decide alike.
         if config.record_plans is not None and compat.is_first_rank(scheduler):
             core = recorded(setup, config.record_plans, self.advisory)
-        return Admission(self, core, self.live.forget, self._observe)
+        return Admission(self, core, self.endings.forget, self._observe)
 
     def _observe(self, record: StepRecord) -> None:
         """Let the observers take in a step."""
@@ -123,14 +124,14 @@ class CoserveParts(EngineParts):
 
     def _kept(self) -> Iterator[Req]:
         """Yield every request that is kept anywhere, some twice. O(requests)."""
-        yield from self.view.kept()
+        yield from self.queues.kept()
         yield from self.admission.kept()
         yield from self.moves.kept()
 
     def _tell(self, rid: str, ending: Ending) -> None:
         """Remove all state of a request that has ended."""
         self.admission.forget(rid, ending)
-        self.ledger.forget(rid)
+        self.requests.forget(rid)
         self.kv_store.forget(rid)
         self.lane.safepoints.stats.forget(rid)
         self.intake.name_is_free(rid)

@@ -114,7 +114,7 @@ class CoserveScheduler(_Hooked):
     def init_invariant_checker(self) -> None:
         """Make SGLang's memory check count the requests outside of its batches, too."""
         super().init_invariant_checker()
-        self.invariant_checker.get_running_batch = lambda: self.parts.view.counted_requests()
+        self.invariant_checker.get_running_batch = lambda: self.parts.queues.counted_requests()
 
     # --- Requests arrive and leave -------------------------------------------------------
 
@@ -138,7 +138,7 @@ class CoserveScheduler(_Hooked):
         """Publish metrics, and look for requests that are still known though none is left."""
         super().on_idle()
         self.parts.advisory.tell("status", self.parts.status.idle)
-        self.parts.live.idle()
+        self.parts.endings.idle()
 
     # --- One step ------------------------------------------------------------------------
 
@@ -156,27 +156,27 @@ class CoserveScheduler(_Hooked):
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
         """Run one scheduling round, and report to the parts which batch it launches."""
-        self.parts.live.begin_round()
-        self.parts.view.begin_turn()
+        self.parts.endings.begin_round()
+        self.parts.queues.begin_turn()
         last_batch = self.parts.lane.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
         if plan.batch_to_run is None:
             self.parts.moves.yield_to_threads()
-        self.parts.view.end_turn(plan.batch_to_run)
+        self.parts.queues.end_turn(plan.batch_to_run)
         self.parts.tracker.launched(plan.batch_to_run)
-        self.parts.live.settle()
+        self.parts.endings.settle()
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
         """Let requests leave and come, and the admission decide what to prefill."""
-        self.parts.live.settle()
+        self.parts.endings.settle()
         self.parts.moves.step(running_batch)
         return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
 
     def adapters_in_use(self) -> set[str | None]:
         """Return the adapters of all requests: those of both lanes may end up in one batch."""
         last = self.last_batch.reqs if self.last_batch else ()
-        requests = (*self.parts.view.requests_with_kv(self.running_batch), *last)
+        requests = (*self.parts.queues.requests_with_kv(self.running_batch), *last)
         return {request.lora_id for request in requests if not request.finished()}
 
     def update_running_batch(self, batch: ScheduleBatch) -> Any:
@@ -228,13 +228,13 @@ class CoserveScheduler(_Hooked):
 
     def all_requests(self) -> set[Req]:
         """Return every request, for each to note which of its tokens come from old weights."""
-        return {live.req for live in self.parts.ledger}
+        return {live.req for live in self.parts.requests}
 
     def pause_generation(self, recv_req: Any) -> None:
         """Drop the suspended step, and let SGLang retract paused and parked requests, too."""
         self.parts.admission.give_up()
         if recv_req.mode != "in_place":
-            self.parts.view.give_back(self.parts.lane.take_launched())
+            self.parts.queues.give_back(self.parts.lane.take_launched())
         super().pause_generation(recv_req)
 
     # --- Queries -------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class CoserveScheduler(_Hooked):
             # A paused engine runs no rounds, which alone note that copies have ended. All ranks
             # come here at the same point, as SGLang asks for it only where a message says so.
             self.tree_cache.check_hicache_events()
-        has_kv = any(self.parts.view.requests_with_kv(self.running_batch))
+        has_kv = any(self.parts.queues.requests_with_kv(self.running_batch))
         return of_sglang() and not has_kv and not len(self.parts.moves)
 
     def get_internal_state(self, recv_req: Any) -> Any:

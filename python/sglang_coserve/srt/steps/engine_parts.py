@@ -11,20 +11,19 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.policies import POLICIES
-from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import runs_ahead
 from sglang_coserve.srt.kv_store import KvStore
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
-from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, RankTime, device_timer
-from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, device_timer
+from sglang_coserve.srt.steps.engine_queues import EngineQueues
+from sglang_coserve.srt.steps.engine_requests import EngineRequests
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.steps.prefix_leases import EVICTION_POLICY, PrefixLeases
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.snapshots import Snapshots
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
 Req = Any
@@ -57,11 +56,6 @@ def launches_that_wait(scheduler: Any) -> Callable[[bool, bool], bool]:
         return prefills_wait if has_prefills else decodes_wait and (has_window or not in_graph)
 
     return waits
-
-
-_RESUME_S: Final = 1.6e-3
-"""The cost of suspending and resuming a step, in seconds, until one has shown it: the median on a
-CPU (tag ``measurements-1``)."""
 
 
 class EngineParts:
@@ -104,13 +98,13 @@ class EngineParts:
         self.advisory = Advisory(switched_off)
         """Calls the parts that only observe and advise."""
 
-        self.ledger = RequestLedger(scheduler.tree_cache)
+        self.requests = EngineRequests()
         self.leases = PrefixLeases(scheduler.tree_cache, lambda req: not is_offline(req))
         self.kv_store = kv_store
-        self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
+        self.queues = EngineQueues(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
         self.retraction = OfflineRetraction(
-            scheduler, self.pools, self.view, self.events, answer_aborted
+            scheduler, self.pools, self.queues, self.events, answer_aborted
         )
         is_overlapped = runs_ahead(scheduler)
         prefills_wait = False
@@ -121,55 +115,24 @@ class EngineParts:
                 clock.timer = device_timer(scheduler)
                 clock.pacer = LaunchPacer(waits)
         self.tracker = StepTracker(
-            self.ledger,
+            self.requests,
             is_overlapped=is_overlapped,
-            micro_batches=self.view.micro_batches,
+            micro_batches=self.queues.micro_batches,
         )
         self.lane = OfflineLane(
             scheduler,
-            self.view,
+            self.queues,
             self.retraction,
             self.tracker,
             safepoints,
             answer_aborted,
             prefills_wait=prefills_wait,
         )
-
-    def snapshot(self, running_batch: ScheduleBatch, time: RankTime) -> EngineSnapshot:
-        """Return the state of SGLang's scheduler. O(requests + waiting online requests)."""
-        scheduler, pools, view, ledger = self.scheduler, self.pools, self.view, self.ledger
-        admitted = self._admitted(running_batch)
-        return EngineSnapshot(
-            now_s=time.now_s,
-            admitted=admitted,
-            waiting=ledger.waiting_requests(view.waiting_in_turn),
-            free_kv_tokens=pools.free_tokens,
-            evictable_kv_tokens=pools.evictable_tokens,
-            free_slots=max(
-                0, scheduler.get_num_allocatable_reqs(len(admitted) + len(view.suspended))
-            ),
-            max_batch_tokens=scheduler.chunked_prefill_size or scheduler.max_prefill_tokens,
-            chunk_rules=view.chunk_rules,
-            page_tokens=scheduler.page_size,
+        self.snapshots = Snapshots(
+            scheduler,
+            self.requests,
+            self.queues,
+            self.pools,
+            self.lane,
             keeps_prefixes=self.keeps_prefixes,
-            window_tokens=pools.window_tokens,
-            free_window_tokens=pools.free_window_tokens,
-            elsewhere=tuple(ledger.decoding_requests(view.elsewhere(), RequestState.DECODING)),
-            suspended=self.lane.seen(),
-            stop_share=self.lane.safepoints.stop_share,
-            decodes_stop=self.lane.safepoints.decodes_stop,
-            resume_s=_RESUME_S,
-            ahead_s=time.ahead_s,
         )
-
-    def _admitted(self, running_batch: ScheduleBatch) -> list[Request]:
-        view, ledger = self.view, self.ledger
-        admitted = ledger.decoding_requests(running_batch.reqs, RequestState.DECODING)
-        admitted += ledger.decoding_requests(view.paused_requests.paused, RequestState.PAUSED)
-        admitted += [
-            ledger.prefilling_request(req, RequestState.PARKED)
-            for req in view.paused_requests.parked
-        ]
-        if view.chunk is not None:
-            admitted.append(ledger.prefilling_request(view.chunk, RequestState.PREFILLING))
-        return admitted

@@ -25,7 +25,7 @@ from sglang_coserve.srt.forward_kind import ForwardKind, has_online_prompts, kin
 from sglang_coserve.srt.safepoint.gates import order_behind_pass
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Stops
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
-from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.engine_queues import EngineQueues
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.steps.step_record import StepRecord
 from sglang_coserve.srt.steps.step_tracker import StepTracker, TrackedStep
@@ -51,16 +51,15 @@ class SuspendedBatch:
 
 
 class OfflineLane:
-    """Runs the steps of the offline lane, and keeps the suspended one.
+    """Runs the steps of the offline lane, and is the only owner of the suspended one.
 
-    Whoever else needs to know of that asks here, but for its requests, which are among those of
-    ``EngineView``.
+    The requests of the suspended step are listed by ``EngineQueues``.
     """
 
     def __init__(
         self,
         scheduler: Any,
-        view: EngineView,
+        queues: EngineQueues,
         retraction: OfflineRetraction,
         tracker: StepTracker,
         safepoints: Safepoints,
@@ -71,18 +70,19 @@ class OfflineLane:
         """Create a lane without a step.
 
         Args:
-            scheduler: SGLang's.
-            view: of its requests.
-            retraction: frees KV.
-            tracker: of steps.
-            safepoints: where steps are suspended.
-            answer_aborted: ends a request that is aborted in no batch.
-            prefills_wait: the host runs ahead, but launches prefills only after the step before.
+            scheduler: SGLang's scheduler.
+            queues: Where its requests are.
+            retraction: Frees KV.
+            tracker: Told when a step is suspended, resumed and dropped.
+            safepoints: Places in the model where steps are suspended.
+            answer_aborted: Ends a request that is aborted in no batch.
+            prefills_wait: True if the host runs ahead, but launches prefills only after the step
+                before.
         """
         self.safepoints = safepoints
         self._scheduler = scheduler
         self._answer_aborted = answer_aborted
-        self._view = view
+        self._queues = queues
         self._retraction = retraction
         self._tracker = tracker
         self.suspended: SuspendedBatch | None = None
@@ -120,9 +120,9 @@ class OfflineLane:
     def forget_launched(self) -> None:
         """Note that what was prepared in this round does not run; a suspended step stays so."""
         self._launched = None
-        suspended, chunk = self.suspended, self._view.chunk
+        suspended, chunk = self.suspended, self._queues.chunk
         if suspended is not None and chunk is not None and chunk is _chunk_of(suspended.batch):
-            self._view.put_chunk(None)
+            self._queues.put_chunk(None)
 
     def seen(self) -> SuspendedStep | None:
         """Return the suspended step as a value of the core."""
@@ -147,9 +147,9 @@ class OfflineLane:
             return last_batch
         if self.suspended is not None:
             return None  # SGLang's last batch has no requests any more (see ``_keep``).
-        scheduler, paused_requests = self._scheduler, self._view.paused_requests
+        scheduler, paused_requests = self._scheduler, self._queues.paused_requests
         away = [req for req in (_chunk_of(batch),) if req is not None]
-        chunk = self._view.chunk
+        chunk = self._queues.chunk
         if chunk is not None:
             away.append(chunk)
             if compat.has_unsaved_kv(chunk):
@@ -172,8 +172,8 @@ class OfflineLane:
         unfinished prefill then."""
         suspended = self.suspended
         assert suspended is not None
-        assert self._view.chunk is None
-        self._view.put_chunk(_chunk_of(suspended.batch))
+        assert self._queues.chunk is None
+        self._queues.put_chunk(_chunk_of(suspended.batch))
         self._launched = suspended.batch
         self._tracker.resumed(suspended.tracked)
         return suspended.batch
@@ -253,10 +253,10 @@ class OfflineLane:
         suspended.mamba_cow_src_indices = suspended.mamba_cow_dst_indices = None
         tracked = self._tracker.suspended(layer, time.perf_counter())
         self.suspended = SuspendedBatch(tracked, suspended, kind, layer, outputs)
-        self._view.suspended_batch = suspended
-        if self._view.chunk is not None and self._view.chunk is _chunk_of(suspended):
+        self._queues.suspended_batch = suspended
+        if self._queues.chunk is not None and self._queues.chunk is _chunk_of(suspended):
             # Otherwise SGLang would insert KV into the radix cache that is not computed yet.
-            self._view.put_chunk(None)
+            self._queues.put_chunk(None)
         # The event loop keeps the original object as its last batch: empty it.
         batch.reqs, batch.forward_mode = [], ForwardMode.DECODE
         batch.chunked_req = batch.decoding_reqs = None
@@ -280,7 +280,7 @@ class OfflineLane:
         return self._tracker.dropped(suspended.tracked, rids, time.perf_counter())
 
     def _take(self) -> SuspendedBatch | None:
-        suspended, self.suspended, self._view.suspended_batch = self.suspended, None, None
+        suspended, self.suspended, self._queues.suspended_batch = self.suspended, None, None
         return suspended
 
 

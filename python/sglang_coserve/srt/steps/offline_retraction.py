@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.engine_queues import EngineQueues
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.paused_requests import restore_penalties
 
@@ -28,7 +28,7 @@ class OfflineRetraction:
         self,
         scheduler: Any,
         pools: KvPools,
-        view: EngineView,
+        queues: EngineQueues,
         events: Counter[str],
         answer_aborted: Callable[[Req], None],
     ) -> None:
@@ -36,7 +36,7 @@ class OfflineRetraction:
         self._scheduler = scheduler
         self._answer_aborted = answer_aborted
         self._pools = pools
-        self._view = view
+        self._queues = queues
         self._events = events
 
     # --- Make room for online requests ---------------------------------------------------
@@ -52,7 +52,7 @@ class OfflineRetraction:
 
     def _online_is_starved(self, plan: Any) -> bool:
         """Return whether there is no batch because an online request did not fit."""
-        if plan.batch_to_run is not None or not self._view.has_others_waiting:
+        if plan.batch_to_run is not None or not self._queues.has_others_waiting:
             return False
         # SGLang does not mark an empty batch as full (with a hierarchical cache, and in later
         # versions always). But parked and paused requests hold memory, too.
@@ -61,13 +61,13 @@ class OfflineRetraction:
 
     def make_room_for_decodes(self, batch: ScheduleBatch) -> None:
         """Retract offline requests before a decode step, so that SGLang need not choose victims."""
-        elsewhere = len(self._view.elsewhere())
+        elsewhere = len(self._queues.elsewhere())
         if self._has_slots(batch.batch_size() + elsewhere):
             return
         compat.drop_ended(batch)
         retracted = False
         # SGLang aborts a single request without room; paused ones are to give way to it, too.
-        while batch.batch_size() > (0 if len(self._view.paused_requests) else 1) and not (
+        while batch.batch_size() > (0 if len(self._queues.paused_requests) else 1) and not (
             batch.check_decode_mem()
             # Other micro-batches come next, and cannot retract requests of this one.
             and (not elsewhere or self._has_slots(batch.batch_size() + elsewhere))
@@ -95,7 +95,7 @@ class OfflineRetraction:
         """
         if not self._scheduler.enable_lora:
             return set()
-        first = next((req for req in self._view.waiting_in_turn if not is_offline(req)), None)
+        first = next((req for req in self._queues.waiting_in_turn if not is_offline(req)), None)
         if first is None:
             return set()
         fits = self._scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
@@ -123,7 +123,7 @@ class OfflineRetraction:
 
         Returns False if there is none.
         """
-        paused_requests = self._view.paused_requests
+        paused_requests = self._queues.paused_requests
         if victims := paused_requests.parked or paused_requests.paused:
             self.retract({victims[-1].rid}, running_batch)
             running_batch.batch_is_full = False
@@ -141,13 +141,13 @@ class OfflineRetraction:
         """Retract the requests in ``rids``, whatever their state; unknown ids are ignored."""
         if not rids:
             return
-        unfinished = self._view.paused_requests.unpark_all(lambda req: req.rid in rids)
-        if self._view.chunk is not None and self._view.chunk.rid in rids:
-            unfinished.append(self._view.take_chunk())
+        unfinished = self._queues.paused_requests.unpark_all(lambda req: req.rid in rids)
+        if self._queues.chunk is not None and self._queues.chunk.rid in rids:
+            unfinished.append(self._queues.take_chunk())
         for req in unfinished:
             self._events["retracted"] += self.release(req)
         self._retract_decodes(running_batch, rids)
-        self._retract_decodes(self._view.paused_requests.batch, rids)
+        self._retract_decodes(self._queues.paused_requests.batch, rids)
 
     def _retract_decodes(self, batch: ScheduleBatch, rids: Collection[str]) -> None:
         keep = [i for i, req in enumerate(batch.reqs) if req.rid not in rids]
@@ -164,7 +164,7 @@ class OfflineRetraction:
         Under overlap scheduling the result of the last step may end a request paused since. An
         aborted request would hold its KV until offline work has time for a step.
         """
-        batch = self._view.paused_requests.batch
+        batch = self._queues.paused_requests.batch
         if batch.reqs:
             batch.filter_batch()
             aborted = {req.rid for req in batch.reqs if req.to_finish is not None}
@@ -180,7 +180,7 @@ class OfflineRetraction:
         if is_aborted:
             self._answer_aborted(req)
         else:
-            self._view.requeue(req)
+            self._queues.requeue(req)
         return not is_aborted
 
     def release_unfinished(self, batch: ScheduleBatch, num_prefills: int) -> list[Req]:
@@ -203,7 +203,7 @@ class OfflineRetraction:
                 compat.undo_allocation(req, cache, tokens)
             compat.release_for_requeue(req, cache, keeps=keeps)
             if req.to_finish is None:
-                self._view.requeue(req)
+                self._queues.requeue(req)
             else:
                 aborted.append(req)
         return aborted

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, prefilled, stats_of
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.engine_requests import EngineRequests
 from sglang_coserve.srt.steps.step_record import StepRecord, StepRequest, Suspension
 
 Req = Any
@@ -108,13 +108,13 @@ class StepTracker:
     """
 
     def __init__(
-        self, ledger: RequestLedger, *, is_overlapped: bool, micro_batches: int = 1
+        self, requests: EngineRequests, *, is_overlapped: bool, micro_batches: int = 1
     ) -> None:
-        """``ledger`` has the requests; the times of their tokens are recorded in it.
+        """``requests`` has the live ones; the times of their tokens are recorded in it.
 
         ``is_overlapped``: the host runs ahead of the device.
         """
-        self._ledger = ledger
+        self._requests = requests
         self._is_overlapped = is_overlapped
         self._micro_batches = micro_batches
         self._pass_s: float | None = None
@@ -164,7 +164,7 @@ class StepTracker:
         while self._open and not self._open[0].untimed_parts and self._open[0].has_results:
             records.append(self._open.popleft().record())
         if records:
-            records[-1] = replace(records[-1], left=self._ledger.take_left())
+            records[-1] = replace(records[-1], left=self._requests.take_left())
         return records
 
     def take_ended(self) -> list[Req]:
@@ -229,7 +229,7 @@ class StepTracker:
     def _prompts(self, batch: ScheduleBatch, kind: ForwardKind | None) -> Mapping[str, _Prompt]:
         if kind is None or kind is ForwardKind.DECODE:
             return {}
-        began = self._ledger.began
+        began = self._requests.began
         lens = zip(batch.extend_lens, batch.prefix_lens, strict=True)
         return {
             req.rid: _Prompt(tokens, context_tokens, began(req))
@@ -261,7 +261,7 @@ class StepTracker:
         # What it ran is lost, and not known before the device has told.
         seconds = None if step.untimed_parts else result.seconds
         lost = StepResult(result.step, result.started_s, seconds, dropped=tuple(rids))
-        known = [(self._ledger.get(rid), prompt) for rid, prompt in step.prompts.items()]
+        known = [(self._requests.get(rid), prompt) for rid, prompt in step.prompts.items()]
         requests = [
             StepRequest(live.info, None, live.last_token_s, *prompt[:2], is_new=prompt.is_new)
             for live, prompt in known
@@ -304,7 +304,7 @@ class StepTracker:
 
         Runs for every request of every step, so it calls nothing for a decode.
         """
-        known, prompts = self._ledger.by_rid, step.prompts
+        known, prompts = self._requests.by_rid, step.prompts
         online: list[StepRequest] = []
         offline: list[StepRequest] = []
         first: list[StepRequest] = []

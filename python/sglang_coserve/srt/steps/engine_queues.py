@@ -19,7 +19,7 @@ Req = Any
 ScheduleBatch = Any
 
 
-class EngineView:
+class EngineQueues:
     """Reads and changes where SGLang's scheduler keeps its requests.
 
     SGLang's queue holds online requests, offline ones that are to fail, and, during a scheduling

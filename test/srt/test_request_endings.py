@@ -28,7 +28,7 @@ def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
 def known_rids(engine: ScriptedEngine) -> set[str]:
     """What any of the parts still knows of requests."""
     parts = engine.scheduler.parts
-    rids = {live.req.rid for live in parts.ledger}
+    rids = {live.req.rid for live in parts.requests}
     core = parts.admission.core
     rids |= {f"queued-{number}" for number in range(len(core.queue) + core.queue.num_running)}
     rids |= {f"watched-{number}" for number in range(len(core.interference))}
@@ -72,7 +72,7 @@ def run_disconnect_between_chunks(engine: ScriptedEngine) -> dict[str, bool]:
             found["was_chunk"] = chunk is not None and chunk.rid == "long"
             return [engine.abort("long")]
         if iteration == 10:
-            found["known"] = "long" in scheduler.parts.ledger
+            found["known"] = "long" in scheduler.parts.requests
             return [engine.request(f"on{i}", scenarios.prompt(60 + i, 20), 3) for i in range(3)]
         if num_judged(engine) - before == 3 or iteration > 900:
             found["beside"] = any(not engine.reqs[f"off{i}"].finished() for i in range(4))
@@ -109,8 +109,8 @@ def run_full_queue(engine: ScriptedEngine) -> tuple[set[str], set[str]]:
         if iteration == 4:
             parts = engine.scheduler.parts
             waiting = {req.rid for req in engine.scheduler.waiting_queue}
-            online = {live.req.rid for live in parts.ledger.of_class(RequestClass.ONLINE)}
-            begun = {rid for rid in online if parts.ledger.has_begun(rid)}
+            online = {live.req.rid for live in parts.requests.of_class(RequestClass.ONLINE)}
+            begun = {rid for rid in online if parts.requests.has_begun(rid)}
             assert online == waiting | begun
         if iteration > 4:
             raise StopIteration
@@ -230,7 +230,7 @@ def test_a_request_is_aborted_alone_though_the_names_of_others_begin_with_its_na
 
 def run_lost(engine: ScriptedEngine) -> tuple[int, int, int]:
     """Take a request out of SGLang's queue behind everybody's back, beside an endless backlog."""
-    scheduler, live = engine.scheduler, engine.scheduler.parts.live
+    scheduler, live = engine.scheduler, engine.scheduler.parts.endings
     rounds, missed = 0, num_missed(engine)
 
     def script(iteration: int) -> list[Any]:

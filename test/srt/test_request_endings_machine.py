@@ -18,8 +18,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_coserve.core.request import Ending
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY
-from sglang_coserve.srt.scheduler.request_intake import LiveRequests
-from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
+from sglang_coserve.srt.scheduler.request_endings import RequestEndings
+from sglang_coserve.srt.steps.engine_requests import EngineRequests, ending_of
 
 PLACES = ("waiting", "chunk", "running", "parked", "suspended", "leaving")
 """Where a request may be; which of them are SGLang's makes no difference here."""
@@ -39,31 +39,31 @@ class Requests(RuleBasedStateMachine):
             ipc_channels=SimpleNamespace(send_to_tokenizer=sender),
             is_fully_idle=lambda: not any(self.places.values()),
         )
-        self.ledger = RequestLedger(tree_cache=None)
-        self.live = LiveRequests(
-            self.engine, self.ledger, kept=lambda: chain(*self.places.values()), tell=self.tell
+        self.requests = EngineRequests()
+        self.endings = RequestEndings(
+            self.engine, self.requests, kept=lambda: chain(*self.places.values()), tell=self.tell
         )
         self.lost: set[int] = set()
         self.num_lost = 0
         self.settled = True
 
     def tell(self, rid: str, ending: Ending) -> None:
-        live = self.ledger.get(rid)
+        live = self.requests.get(rid)
         req = live.req
         assert ending is Ending.REFUSED or id(req) not in self.lost
         self.num_lost += id(req) in self.lost
         self.lost.discard(id(req))
         self.told.append((rid, ending))
-        self.ledger.forget(rid)
+        self.requests.forget(rid)
         again, self.deferred = self.deferred, []
         for each in again:
             self.enqueue(each)
 
     def enqueue(self, req: Any) -> None:
-        if self.ledger.namesake(req) is not None:
+        if self.requests.namesake(req) is not None:
             self.deferred.append(req)
             return
-        self.ledger.add(req, 0.0)
+        self.requests.add(req, 0.0)
         self.places["waiting"].append(req)
 
     def take(self, data: st.DataObject) -> Any:
@@ -93,9 +93,9 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def finishes(self, data: st.DataObject) -> None:
         req = self.take(data)
-        self.live.forget(req, Ending.COMPLETE)
+        self.endings.forget(req, Ending.COMPLETE)
         # Its name may be another's by now, which must not be forgotten with it.
-        self.live.forget(req, Ending.COMPLETE)
+        self.endings.forget(req, Ending.COMPLETE)
 
     @precondition(lambda self: self.has_any)
     @rule(data=st.data(), refused=st.booleans())
@@ -121,45 +121,45 @@ class Requests(RuleBasedStateMachine):
 
     @rule()
     def round_begins(self) -> None:
-        self.live.begin_round()
+        self.endings.begin_round()
         self.settled = True
 
     @rule()
     def rounds_pass(self) -> None:
-        for _ in range(256 + len(self.ledger)):
-            self.live.begin_round()
+        for _ in range(256 + len(self.requests)):
+            self.endings.begin_round()
         self.settled = True
         assert not self.lost
 
     @rule()
     def is_idle(self) -> None:
-        self.live.settle()
+        self.endings.settle()
         self.settled = True
-        self.live.idle()
+        self.endings.idle()
         if not self.has_any:
-            assert not len(self.ledger)
+            assert not len(self.requests)
 
     # --- What holds ----------------------------------------------------------------------
 
     @invariant()
     def all_that_is_kept_is_known(self) -> None:
         for reqs in self.places.values():
-            assert all(self.ledger.live(req) is not None for req in reqs)
+            assert all(self.requests.live(req) is not None for req in reqs)
 
     @invariant()
     def all_that_is_known_is_kept_or_was_lost(self) -> None:
         kept = sum(map(len, self.places.values()))
-        assert len(self.ledger) >= kept + len(self.lost)
+        assert len(self.requests) >= kept + len(self.lost)
         if self.settled:
-            assert len(self.ledger) == kept + len(self.lost)
+            assert len(self.requests) == kept + len(self.lost)
 
     @invariant()
     def only_what_got_lost_is_counted(self) -> None:
-        assert self.live.num_unnoticed == self.num_lost
+        assert self.endings.num_unnoticed == self.num_lost
 
     @invariant()
     def who_waits_for_a_name_waits_for_somebody(self) -> None:
-        assert all(self.ledger.namesake(req) is not None for req in self.deferred)
+        assert all(self.requests.namesake(req) is not None for req in self.deferred)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.engine_queues import EngineQueues
 
 
 def request(rid: str, *, queued_s: float = 0.0, ended: bool = False) -> Any:
@@ -27,7 +27,7 @@ class Engine:
     def __init__(self, *waiting: Any) -> None:
         self.waiting_queue = list(waiting)
         self.chunked_req: Any = None
-        self.view = EngineView(self)
+        self.view = EngineQueues(self)
 
     @property
     def queue(self) -> list[str]:
@@ -62,7 +62,7 @@ class Pipelined(Engine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.view = EngineView(self, micro_batches=2)
+        self.view = EngineQueues(self, micro_batches=2)
         self.running_mbs = [batch(), batch()]
         self.mbs: list[Any] = [None, None]
         self.last_mbs: list[Any] = [None, None]

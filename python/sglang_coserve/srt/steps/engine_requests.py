@@ -1,27 +1,23 @@
-"""The core's data on the requests in the engine, for snapshots, and what results are to them."""
+"""The register of all requests in the engine, of both classes, from arrival to end."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final
 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
-from sglang_coserve.core.request import Ending, RequestClass, RequestState
-from sglang_coserve.core.snapshot import Request, RequestInfo
+from sglang_coserve.core.request import Ending, RequestClass
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.compat import cached_prefix_tokens, computed_tokens, holds_kv, prefix_tokens
+from sglang_coserve.srt.compat import holds_kv
 from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of
 from sglang_coserve.srt.marks.request_marks import is_offline, targets_of
 from sglang_coserve.srt.steps.paused_requests import has_plain_state
 
 Req = Any
-
-_MATCHED_WAITING: Final = 8
-"""Number of waiting online requests whose cached prefix is looked up in each round; the others
-count as not cached."""
 
 _MOST_LEFT: Final = 1 << 12
 """Most requests kept for ``take_left``: an idle engine, whose requests are all aborted while they
@@ -84,11 +80,10 @@ def packed_tokens(req: Req) -> PackedTokens:
     return pack_tokens(token_ids)
 
 
-class RequestLedger:
+class EngineRequests:
     """The live requests by rid."""
 
-    def __init__(self, tree_cache: Any) -> None:
-        self._tree_cache = tree_cache
+    def __init__(self) -> None:
         self._live: dict[str, LiveRequest] = {}
         self.by_rid: Final[Mapping[str, LiveRequest]] = self._live
         """The requests; callers must not change the mapping."""
@@ -198,65 +193,6 @@ class RequestLedger:
         left = tuple(self._left)
         self._left.clear()
         return left
-
-    def decoding_requests(self, reqs: Iterable[Req], state: RequestState) -> list[Request]:
-        """Return those that generate or are paused as a snapshot has them."""
-        known, new = self._live, tuple.__new__  # What Request() does, at half its cost.
-        requests = []
-        for req in reqs:
-            live = known[req.rid]
-            info = live.info
-            # Includes a token in flight under overlap scheduling, as its KV is allocated already.
-            computed = computed_tokens(req)
-            generated = computed + 1 - info.prompt_tokens
-            last_s = None if generated > len(req.output_ids) else live.last_token_s
-            row = (info, state, generated, computed, 0, last_s, live.first_token_s)
-            requests.append(new(Request, row))
-        return requests
-
-    def prefilling_request(self, req: Req, state: RequestState) -> Request:
-        """Return one whose prompt is partly computed as a snapshot has it."""
-        computed = prefix_tokens(req)
-        live = self._live[req.rid]
-        times_s = live.last_token_s, live.first_token_s
-        return Request(live.info, state, len(req.output_ids), computed, 0, *times_s)
-
-    def waiting_requests(self, reqs: Iterable[Req]) -> Sequence[Request]:
-        """Return those that wait as a snapshot has them, the first with their cached prefix.
-
-        Each is looked at when it is first asked for, as a plan asks for few of many.
-        """
-        return _Waiting(reqs, self._waiting_request)
-
-    def _waiting_request(self, place: int, req: Req) -> Request:
-        cached = self.match_prefix(req) if place < _MATCHED_WAITING else 0
-        live, generated = self._live[req.rid], len(req.output_ids)
-        times_s = live.last_token_s, live.first_token_s
-        return Request(live.info, RequestState.WAITING, generated, 0, cached, *times_s)
-
-    def match_prefix(self, req: Req) -> int:
-        """Return how many leading tokens of a waiting request the radix cache holds."""
-        return cached_prefix_tokens(self._tree_cache, req)
-
-
-class _Waiting(Sequence[Request]):
-    def __init__(self, reqs: Iterable[Req], describe: Callable[[int, Req], Request]) -> None:
-        self._reqs = list(reqs)
-        self._describe = describe
-        self._known: list[Request] = []
-        """The first ones, as they were described."""
-
-    def __len__(self) -> int:
-        return len(self._reqs)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        place = range(len(self))[place]
-        known = self._known
-        while len(known) <= place:
-            known.append(self._describe(len(known), self._reqs[len(known)]))
-        return known[place]
 
 
 def _output_tokens(req: Req, info: RequestInfo) -> int:
