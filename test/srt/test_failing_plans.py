@@ -26,7 +26,7 @@ PLACES = {
     "before it": ("admission.core", "plan"),
     "the snapshot": ("snapshots", "take"),
     "the chunks": ("admission._plans", "_executable"),
-    "the queue": ("view", "chunk_size"),
+    "the queue": ("queues", "chunk_size"),
     "the chunk": ("admission._plans", "_choose_chunk"),
     "after it": ("admission.core", "start"),
     "its result": ("admission.core", "update"),
