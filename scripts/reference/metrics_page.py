@@ -14,7 +14,8 @@ from prometheus_client import REGISTRY
 
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.report import GATEWAY_METRICS, Families, fleet_values
-from sglang_coserve.srt.monitoring.exporter import REPLICA_METRICS, SERVER_METRICS, Exporter
+from sglang_coserve.srt.monitoring.exporter import SERVER_METRICS, Exporter
+from sglang_coserve.srt.monitoring.replica_metrics import REPLICA_METRICS
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "prometheus.md"
 

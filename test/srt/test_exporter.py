@@ -10,8 +10,10 @@ from prometheus_client import generate_latest
 from sglang_coserve.http_lines.engine_load import ClassLoad, ReplicaLoad
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS
 from sglang_coserve.srt.kv_store import KvStore
-from sglang_coserve.srt.monitoring.exporter import (
-    REPLICA_METRICS, Exporter, load_values, state_values
+from sglang_coserve.srt.monitoring.exporter import Exporter
+from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
+from sglang_coserve.srt.monitoring.replica_metrics import (
+    REPLICA_METRICS, ReplicaFigures, replica_values
 )
 
 load = ReplicaLoad(
@@ -39,6 +41,7 @@ def state(running, retracted, kv):
             **dict.fromkeys(OFFLINE_EVENTS, 0), "retracted": retracted,
         },
         "unnoticed_ends": running // 4,
+        "plans_failed": 0,
         "prediction": {"mape": 0.04, "bias": 0.0},
         "background": {"kv_expiry": {"failures": running}},
         "recompute": {"offline": {"tax": 0.25}, "online": {"tax": 0.0}},
@@ -55,14 +58,21 @@ def state(running, retracted, kv):
         },
     }
 
+def publish(*arguments):
+    latencies = LatencyHistograms()
+    latencies.ttft["online"].add(0.02)
+    figures = ReplicaFigures(
+        state(*arguments), load, latencies, {"offline": 30.0}, math.inf, {"recording": 1}
+    )
+    exporter.publish(replica_values(figures))
+
 exporter = Exporter(REPLICA_METRICS, {"model_name": "m"})
-exporter.publish(state_values(state(3, 2, KvStore().figures())))
-exporter.publish(state_values(state(4, 5, KvStore().figures())) | load_values(load))
+publish(3, 2, KvStore().figures())
+publish(4, 5, KvStore().figures())
 assert "coserve_kv_host_tokens{" not in generate_latest().decode()
 checkpoints = {"mode": "eager", "host_limit_tokens": 9, "host_tokens": 7,
     "lag_tokens": 3, "splits": 2}
-exporter.publish(state_values(state(4, 5, checkpoints)))
-exporter.publish({"oldest_waiting_seconds": {"offline": 30.0}, "budget_seconds": math.inf})
+publish(4, 5, checkpoints)
 print(generate_latest().decode())
 """
 
@@ -94,6 +104,8 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
         'coserve_reclaim_seconds{model_name="m"} 0.02',
         'coserve_headroom_tokens_per_second{model_name="m"} 900.0',
         'coserve_max_lines{model_name="m"} 6.0',
+        'coserve_advisory_off{model_name="m",part="recording"} 1.0',
+        'coserve_ttft_seconds_count{model_name="m",request_class="online"} 3.0',
         'coserve_budget_seconds{model_name="m"} +Inf',
         'coserve_online_outstanding_tokens{model_name="m"} 700.0',
         'coserve_safepoint_suspended_total{kind="extend",model_name="m"} 8.0',

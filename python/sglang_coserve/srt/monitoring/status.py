@@ -13,16 +13,15 @@ from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS, Admission
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.monitoring.exporter import (
-    REPLICA_METRICS,
-    Exporter,
-    latency_values,
-    load_values,
-    state_values,
-)
+from sglang_coserve.srt.monitoring.exporter import Exporter
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms, oldest_waiting_s
 from sglang_coserve.srt.monitoring.recompute_meter import RecomputeMeter
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
+from sglang_coserve.srt.monitoring.replica_metrics import (
+    REPLICA_METRICS,
+    ReplicaFigures,
+    replica_values,
+)
 from sglang_coserve.srt.monitoring.scheduler_query import (
     ANSWER_KEY,
     BATCH_DELAYS,
@@ -65,6 +64,7 @@ class SchedulerStatus:
         self._num_unnoticed = num_unnoticed
         self._kv_moves = kv_moves
         self._recompute = RecomputeMeter()
+        self._advisory = parts.advisory
         self._ask = partial(parts.advisory.ask, STATUS)
         scheduler = self._scheduler = parts.scheduler
         self._queues = parts.queues
@@ -217,15 +217,15 @@ class SchedulerStatus:
         if self._exporter is None or latencies is None:
             return
         latencies.billed(delays)
-        self._exporter.publish(
-            {
-                **state_values(self.state()),
-                **load_values(self._load.recent().load),
-                **latency_values(latencies),
-                "oldest_waiting_seconds": oldest_waiting_s(self._requests, now_s),
-                "budget_seconds": self._admission.budget_s,
-            }
+        figures = ReplicaFigures(
+            state=self.state(),
+            load=self._load.recent().load,
+            latencies=latencies,
+            oldest_waiting_s=oldest_waiting_s(self._requests, now_s),
+            budget_s=self._admission.budget_s,
+            off=dict.fromkeys(self._advisory.off, 1),
         )
+        self._exporter.publish(replica_values(figures))
 
     def _bill(self) -> BillReport | None:
         bill = self._admission.core.interference.bill
