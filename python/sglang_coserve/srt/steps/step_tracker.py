@@ -218,7 +218,7 @@ class StepTracker:
 
         ``paced_s`` says how long pacing has held the launch back. Both are times of this rank.
         """
-        step = self._last[-1]
+        step = self._last[-1] if self._last else None
         if step is None:
             return
         if step.stopped is None:
