@@ -202,7 +202,7 @@ class StepTracker:
             result = StepResult(
                 number, self._pass_s, batch=stats, chunks=chunks, planning_s=planning_s
             )
-            prompts = self._prompts(batch, kind)
+            prompts = self._prompts(batch)
             step = TrackedStep(result, plan, kind, prompts, has_results=not batch)
             self._open.append(step)
         self._last.append(step)
@@ -226,8 +226,9 @@ class StepTracker:
         else:
             step.goes_on(now_s)
 
-    def _prompts(self, batch: ScheduleBatch, kind: ForwardKind | None) -> Mapping[str, _Prompt]:
-        if kind is None or kind is ForwardKind.DECODE:
+    def _prompts(self, batch: ScheduleBatch | None) -> Mapping[str, _Prompt]:
+        """Return the pieces of prompts in a batch by rid, and note who begins."""
+        if not batch or not batch.forward_mode.is_extend():
             return {}
         began = self._requests.began
         lens = zip(batch.extend_lens, batch.prefix_lens, strict=True)
