@@ -19,7 +19,6 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.strategies import Strategy
-from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.optional_parts import KV_STORE
 from srt.kv_checkpoint.consistency import assert_consistent
 
@@ -195,7 +194,7 @@ class BareEngine:
     def checkpoint(self) -> None:
         """Begin the copies of a decode step, as a scheduler does."""
         batch = SimpleNamespace(reqs=self.running, forward_mode=self._decode)
-        self.store.computed(batch, list(map(is_offline, self.running)))
+        self.store.computed(batch)
 
     def evict(self, tokens: int) -> int:
         """Reclaim at least so many device slots, as far as there are any; return how many."""

@@ -148,11 +148,11 @@ def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     store = engine.scheduler.parts.kv_store
     computed = store.computed
 
-    def open_late(batch: Any, offline: list[bool]) -> None:
+    def open_late(batch: Any) -> None:
         batches.append(batch)
         if len(batches) == 600:
             gate.set()
-        computed(batch, offline)
+        computed(batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "computed", open_late)
@@ -194,8 +194,8 @@ def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
         compat.copy_streams(controller)[1].submit(gate.wait)
         start(controller, *load)
 
-    def open_at_last(batch: Any, offline: list[bool]) -> None:
-        computed(batch, offline)
+    def open_at_last(batch: Any) -> None:
+        computed(batch)
         if cache.counts["refused_loads"]:
             batches_since.append(batch)
         if len(batches_since) > 150:
