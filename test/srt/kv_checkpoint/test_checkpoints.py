@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from inspect import signature
 from typing import Any
 
@@ -243,7 +242,9 @@ def run_flush_in_a_pause(engine: ScriptedEngine) -> dict[str, list[int]]:
         assert cache.ongoing_write_through
         assert not scheduler.flush_cache()  # It would free what is being copied.
         gate.set()
-        time.sleep(0.5)
+        have_ended = threading.Event()
+        compat.copy_streams(cache.cache_controller)[0].submit(have_ended.set)
+        assert have_ended.wait(60)
         # Before 0.5.22 a paused engine never flushes its cache while requests wait.
         flushes = "ignore_waiting" in signature(Scheduler.is_fully_idle).parameters
         assert scheduler.flush_cache() is flushes
