@@ -38,6 +38,7 @@ from sglang_coserve.srt.tokenizer.client_presence import (
     ClientDepartures,
     install_arrival_times,
 )
+from sglang_coserve.srt.tokenizer.request_ids import RequestIds
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ _Guarded: Any = GUARD.tokenizer_manager(TokenizerManager)
 
 class CoserveTokenizerManager(_Guarded):
     """Marks requests, and ends those whose clients leave; reports weight updates to
-    ``coserve_weights``, and a crash to ``coserve_on_death``."""
+    ``coserve_weights``, a crash to ``coserve_on_death``, and ids to ``coserve_request_ids``."""
 
     served_model_name: str
 
@@ -164,6 +165,7 @@ class CoserveTokenizerManager(_Guarded):
         for name in compat.UPDATE_COMMUNICATORS:
             setattr(self, name, self._once_idle(getattr(self, name)))
         install_arrival_times()
+        self.coserve_request_ids = RequestIds()
         self._departures = ClientDepartures(self)
         self._adapter_unloads = AdapterUnloads(self)
         self._fingerprint: asyncio.Task[str] | None = None
@@ -201,15 +203,18 @@ class CoserveTokenizerManager(_Guarded):
                 yield output
 
     def _send_one_request(self, tokenized_obj: Any) -> Any:
-        self._departures.sending(tokenized_obj)
-        self._adapter_unloads.sending(tokenized_obj)
+        self._sending(tokenized_obj)
         return super()._send_one_request(tokenized_obj)
 
     def _send_batch_request(self, tokenized_objs: Any) -> Any:
         for tokenized in tokenized_objs:
-            self._departures.sending(tokenized)
-            self._adapter_unloads.sending(tokenized)
+            self._sending(tokenized)
         return super()._send_batch_request(tokenized_objs)
+
+    def _sending(self, tokenized: Any) -> None:
+        self._departures.sending(tokenized)
+        self._adapter_unloads.sending(tokenized)
+        self.coserve_request_ids.sending(tokenized.rid)
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         ending = [] if self._otel_metrics is None else self._ending(recv_obj)
