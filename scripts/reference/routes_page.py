@@ -18,7 +18,8 @@ from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.guard.route_table import DECISIONS, Decision
 from sglang_coserve.srt.routes.drain import Health
-from sglang_coserve.srt.routes.engine_routes import add_load_route, add_trace_route
+from sglang_coserve.srt.routes.engine_routes import add_load_route
+from sglang_coserve.srt.routes.step_routes import add_step_routes
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "routes.md"
 
@@ -37,7 +38,7 @@ def page() -> str:
     batches, server = FastAPI(openapi_url=None), FastAPI(openapi_url=None)
     add_batch_routes(batches)
     add_load_route(SimpleNamespace(app=server), Health())
-    add_trace_route(SimpleNamespace(app=server))
+    add_step_routes(SimpleNamespace(app=server))
     known = {path for path, *_ in _rows(batches.routes)}
     gateway = [row for row in _rows(_gateway().routes) if row[0] not in known]
     sections = (

@@ -85,6 +85,17 @@ def test_a_server_without_batches(server: FaultServer, command: list[str]) -> No
     assert "is that the address of the server?" in stderr
 
 
+def test_why_of_what_is_no_server_of_ours_and_of_none(server: FaultServer) -> None:
+    flags = ("--base-url", server.base_url)
+    code, stdout, stderr = coserve("why", "a/1", *flags)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith(f"coserve: HTTP 404: {server.base_url}/coserve/steps/a%2F1")
+    server._portal.call(server.die_here)
+    code, stdout, stderr = coserve("why", "a/1", *flags)
+    assert (code, stdout) == (3, "")
+    assert "is the server there?" in stderr
+
+
 def test_a_server_that_is_gone(server: FaultServer, source: Path, output: Path) -> None:
     server.on_request = lambda count: server.die_here() if count == 20 else None
     flags = ["--retry-for", "0.2", "--concurrency", "4"]

@@ -13,6 +13,7 @@ from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.srt.monitoring.scheduler_query import (
     BATCH_DELAYS,
     LAST_STEPS,
+    LONGEST_STEPS,
     STANDING,
     STEPS_OF,
 )
@@ -26,7 +27,7 @@ PARTS = {
     "safepoint delays": ("lane.safepoints.stats", ("first_token",)),
     "status queries": (
         "status",
-        ("internal_state", "state", "batch_delays_s", "last_steps", "steps_of"),
+        ("internal_state", "state", "batch_delays_s", "last_steps", "longest_steps", "steps_of"),
     ),
     "judgement": (
         "admission.core.interference",
@@ -43,6 +44,7 @@ PARTS = {
 QUESTIONS = (
     *(f'coserve: ["{question}"]' for question in (STANDING, BATCH_DELAYS)),
     f'coserve: ["{LAST_STEPS}", 1.0]',
+    f'coserve: ["{LONGEST_STEPS}", 1.0, 2]',
     f'coserve: ["{STEPS_OF}", "on0"]',
     "",
 )

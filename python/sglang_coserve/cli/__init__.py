@@ -21,6 +21,7 @@ from sglang_coserve.cli.console import code_of_error, say
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, make_model, profile
 from sglang_coserve.cli.simulate import SeveralSlosCommand, replay, simulate
 from sglang_coserve.cli.submit import submit
+from sglang_coserve.cli.why import why
 from sglang_coserve.errors import CoserveError, path_errors
 
 __all__ = ["app", "main"]
@@ -76,6 +77,7 @@ _add(cancel, "cancel batch_1f0c")
 _add(delete, "delete batch_1f0c")
 _add(results, "results batch_1f0c -o results.jsonl")
 _add(top, "top --base-url http://gpu-1:30000")
+_add(why, "why 5f0c1d --base-url http://gpu-1:30000")
 _add(profile, "profile --model-path MODEL -o profile.json", context_settings=PROFILE_SETTINGS)
 _add(
     simulate,

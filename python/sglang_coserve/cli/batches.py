@@ -51,7 +51,7 @@ def watch_server(flags: TopFlags) -> None:
         ServerError: it does not answer, or what it says cannot be shown.
     """
     try:
-        _call(flags, lambda api: _watch(api, flags))
+        call_server(flags, lambda api: _watch(api, flags))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -122,7 +122,7 @@ def status(
         else:
             _show(await api.retrieve(batch_id), _details, flags)
 
-    _call(flags, show)
+    call_server(flags, show)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def list_batches(flags: ListFlags) -> None:
         for batch in await api.newest(flags.limit, owner=flags.owner, status=flags.status):
             _show(batch, _operator_row if flags.as_operator else batch_row, flags)
 
-    _call(flags, show)
+    call_server(flags, show)
 
 
 @takes(BatchFlags)
@@ -154,7 +154,7 @@ def cancel(batch_id: BatchId, flags: BatchFlags) -> None:
     async def ask(api: BatchApi) -> None:
         _show(await api.cancel(batch_id), batch_row, flags)
 
-    _call(flags, ask)
+    call_server(flags, ask)
 
 
 @takes(ServerFlags)
@@ -173,7 +173,7 @@ def delete(
                 await api.delete(file_id)
                 say(f"deleted {file_id}")
 
-    _call(flags, ask)
+    call_server(flags, ask)
 
 
 async def _files_of(api: BatchApi, named: str) -> list[str]:
@@ -219,14 +219,17 @@ def results(
         say(f"{batch_row(batch)}\nresults: {output}")
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]
 
-    if not _call(flags, fetch):
+    if not call_server(flags, fetch):
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
-def _call(flags: ServerFlags, do: Callable[[BatchApi], Awaitable[T]]) -> T:
+def call_server(
+    flags: ServerFlags, do: Callable[[BatchApi], Awaitable[T]], *, as_operator: bool = False
+) -> T:
+    """Return what ``do`` does with the server of the flags; ``as_operator`` uses the admin key."""
     from sglang_coserve.client import BatchApi, RetryPolicy
 
-    as_operator = isinstance(flags, OperatorFlags) and flags.as_operator
+    as_operator = as_operator or (isinstance(flags, OperatorFlags) and flags.as_operator)
     admin_key = os.environ.get("COSERVE_ADMIN_API_KEY") if as_operator else None
     key = admin_key or flags.api_key
 

@@ -9,12 +9,14 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+from urllib.parse import quote
 
 import httpx
 
 from sglang_coserve.client.calls import (
     CONNECT_TIMEOUT_S,
     Caller,
+    KeyRefusedError,
     Outage,
     RefusedError,
     json_object,
@@ -169,6 +171,16 @@ class BatchApi(Caller):
         """Return what ``/coserve/view`` says, with its history from a time on, in seconds since
         the epoch."""
         return await self._call("GET", "/coserve/view", params={"since": since_s})
+
+    async def explanation(self, request_id: str) -> dict[str, Any]:
+        """Return why a request got its tokens when it did; the key must be the admin key."""
+        try:
+            return await self._call("GET", f"/coserve/steps/{quote(request_id, safe='')}")
+        except KeyRefusedError as error:
+            raise ServerError(
+                f"the server refuses the key ({error.reason}): steps need its --admin-api-key, from"
+                " COSERVE_ADMIN_API_KEY or --api-key"
+            ) from error
 
     async def fetch(self, file_id: str, path: Path) -> None:
         """Append the bytes of a file that ``path`` lacks, and force them to the disk.

@@ -231,6 +231,16 @@ class RefusedError(RequestError):
         self.code = code
 
 
+class KeyRefusedError(ServerError):
+    """The server refuses the key; ``reason`` is what it says."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the server refuses the API key ({reason}): check --api-key or COSERVE_API_KEY"
+        )
+        self.reason = reason
+
+
 def raise_if_refused(answer: httpx.Response) -> None:
     """Raise for an answer that is no success, for ``Caller`` what may pass by trying again."""
     status = answer.status_code
@@ -239,9 +249,7 @@ def raise_if_refused(answer: httpx.Response) -> None:
     _raise_if_passing(answer)
     reason = f"HTTP {status}: {_message(answer)}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        raise ServerError(
-            f"the server refuses the API key ({reason}): check --api-key or COSERVE_API_KEY"
-        )
+        raise KeyRefusedError(reason)
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         raise ServerError(reason)
     if not _error(answer):

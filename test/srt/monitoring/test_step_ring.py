@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.srt.monitoring import step_ring
 from sglang_coserve.srt.monitoring.step_ring import StepRing
@@ -66,14 +68,23 @@ def test_under_overlap_a_step_begins_when_the_step_before_it_has_ended() -> None
 def test_old_steps_make_room_and_documents_name_few_requests() -> None:
     kept = StepRing()
     decodes = [decode(info(str(number)), 0.0, 1.0) for number in range(40)]
-    for number in range(step_ring._MOST_STEPS + 100):
+    for number in range(step_ring.MOST_STEPS + 100):
         kept.add(record(float(number), number + 0.5, *decodes))
     documents = kept.since(0.0)
-    assert len(documents) == step_ring._MOST_STEPS
+    assert len(documents) == step_ring.MOST_STEPS
     assert documents[-1]["requests"] == {"online": 40, "offline": 0}
     assert len(documents[-1]["online"]) == 32
     assert len(kept.since(documents[-1]["ended_s"])) == 1
     json.dumps(documents)
+
+
+def test_the_longest_of_the_last_steps_come_in_order() -> None:
+    online = info("a")
+    times = [(0.0, 9.0), (9.0, 9.1), (9.1, 12.0), (12.0, 12.2), (12.2, 14.0)]
+    steps = [record(begin, end, decode(online, begin, end)) for begin, end in times]
+    found = ring(*steps).longest_since(9.05, 2)
+    assert [step["ended_s"] for step in found["steps"]] == [12.0, 14.0]
+    assert found["steps_left_out"] == 2
 
 
 def test_the_steps_of_a_request_tell_what_it_waited_for() -> None:
@@ -92,8 +103,11 @@ def test_the_steps_of_a_request_tell_what_it_waited_for() -> None:
         "rid": "mine",
         "arrival_s": 1.25,
         "is_whole": True,
+        "is_ended": False,
+        "kept_from_s": None,
         "class": "online",
         "prompt_tokens": 3,
+        "batch": None,
     }
     steps = found["steps"]
     assert [step["role"] for step in steps] == ["waits", "prefill", "prefill", "decode"]
@@ -102,7 +116,73 @@ def test_the_steps_of_a_request_tell_what_it_waited_for() -> None:
     assert steps[1]["paced_s"] == 0.125
     assert steps[3]["plan"]["bound_by"] == "gap"
     assert steps[3]["requests"] == {"online": 1, "offline": 1}
+    assert steps[3]["decodes"] == {"online": 1, "offline": 1}
     assert kept.of_request("nobody") is None
+
+
+def test_steps_between_two_tokens_of_a_request_are_in_its_story() -> None:
+    mine, other = info("mine"), info("other")
+    kept = ring(
+        record(1.0, 2.0, prompt(mine, 2.0)),
+        record(2.0, 3.0, prompt(other, 3.0)),  # Prompts first: it does not decode.
+        record(3.0, 4.0, decode(mine, 2.0, 4.0), decode(other, 3.0, 4.0)),
+        record(4.0, 5.0, decode(mine, 4.0, 5.0)._replace(is_last=True)),
+    )
+    found = kept.of_request("mine")
+    assert found is not None
+    assert [step["role"] for step in found["steps"]] == ["prefill", "waits", "decode", "decode"]
+    assert [step.get("gap_s") for step in found["steps"]] == [1.5, None, 2.0, 1.0]
+    assert found["request"]["is_ended"]
+
+
+def test_a_long_story_has_its_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_ring, "_MOST_IN_STORY", 8)
+    mine, other = info("mine", arrival_s=0.0), info("other")
+    waits = [record(float(n), n + 0.5, decode(other, n - 1.0, n + 0.5)) for n in range(9)]
+    tokens = [record(float(n), n + 1.0, decode(mine, n - 1.0, n + 1.0)) for n in range(12, 20)]
+    late = record(22.0, 23.0, decode(mine, 20.0, 23.0))
+    after = [record(float(n), n + 1.0, decode(other, n - 1.0, n + 1.0)) for n in range(23, 30)]
+    first = [
+        record(9.0, 9.1, prompt(mine, None)),
+        record(9.1, 12.0, prompt(mine, 12.0, is_new=False)),
+    ]
+    found = ring(*waits, *first, *tokens, late, *after).of_request("mine")
+    assert found is not None
+    roles = [step["role"] for step in found["steps"]]
+    assert roles == ["waits", "waits", "prefill", "prefill", *["decode"] * 4]
+    assert max(step.get("gap_s") or 0.0 for step in found["steps"][4:]) == 3.0
+    assert found["left_out"] == {"before_first_token": 7, "after": 5}
+    assert (found["tokens"], len(found["gaps_s"]), found["with_it"]) == (10, 9, 11)
+    assert found["without_it"] == 9
+
+
+def test_a_request_that_has_the_id_of_an_earlier_one() -> None:
+    earlier, mine = info("mine", arrival_s=0.5), info("mine", arrival_s=3.5)
+    kept = ring(
+        record(1.0, 2.0, prompt(earlier, 2.0)),
+        record(2.0, 3.0, decode(earlier, 2.0, 3.0)._replace(is_last=True)),
+        record(4.0, 5.0, prompt(mine, 5.0), left=(earlier,)),
+        record(5.0, 6.0, decode(mine, 5.0, 6.0)),
+    )
+    found = kept.of_request("mine")
+    assert found is not None
+    assert found["request"]["arrival_s"] == 3.5
+    assert not found["request"]["is_ended"]
+    assert [step["gap_s"] for step in found["steps"]] == [1.5, 1.0]
+
+
+def test_it_says_from_when_on_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_ring, "MOST_STEPS", 2)
+    mine = info("mine", arrival_s=0.5)
+    kept = ring(
+        record(0.0, 1.0, decode(info("a"), 0.0, 1.0)),
+        record(1.0, 2.0, decode(info("a"), 1.0, 2.0)),
+        record(2.0, 3.0, prompt(mine, 3.0)),
+    )
+    found = kept.of_request("mine")
+    assert found is not None
+    assert found["request"]["is_whole"]
+    assert found["request"]["kept_from_s"] == 1.0
 
 
 def test_a_request_whose_beginning_is_gone_has_no_first_gap() -> None:

@@ -50,6 +50,8 @@ class Watched:
         self.status_afterwards: dict[str, Any] = {}
         self.trace: list[dict[str, Any]] = []
         """``/coserve/trace`` of the load."""
+        self.traced: Measured
+        """The last request of the load, with the ``x-request-id`` ``trip/1``."""
 
     def status(self) -> dict[str, Any]:
         (replica,) = self.deployment.status()["replicas"]
@@ -81,6 +83,7 @@ class Watched:
                 answers = threads.map(self._stream, range(ONLINE_REQUESTS))
                 self.samples_under_load = eventually(self._samples_with_a_batch)
                 self.online = list(answers)
+            self.traced = self._stream(ONLINE_REQUESTS, "trip/1")
             until(client, self.batch_id, "completed")
             # Counted now and then, and exported once a second.
             eventually(lambda: self.status()["online"]["running"] == 0)
@@ -105,14 +108,15 @@ class Watched:
             client.batches.cancel(batch_id)
             until(client, batch_id, "cancelled")
 
-    def _stream(self, number: int) -> Measured:
+    def _stream(self, number: int, request_id: str | None = None) -> Measured:
         body = {
             "text": f"{number} boats on the river",
             "sampling_params": {"max_new_tokens": ONLINE_TOKENS, "ignore_eos": True},
             "stream": True,
         }
         sent_s = time.perf_counter()
-        headers = {"authorization": f"Bearer {API_KEY}", "x-request-id": f"online-{number}"}
+        request_id = request_id or f"online-{number}"
+        headers = {"authorization": f"Bearer {API_KEY}", "x-request-id": request_id}
         with httpx.stream(
             "POST", f"{self.base_url}/generate", json=body, headers=headers, timeout=60
         ) as response:

@@ -109,8 +109,9 @@ def test_charts_and_decisions_are_there_in_words_too(page: Page, faults: list[st
     for heading in (
         "Are online users hurt?",
         "What the engine does",
+        "Why was a request late?",
         "Batches",
-        "Why",
+        "Why: the last decisions",
         "What could be",
     ):
         assert page.get_by_role("heading", name=heading).count() == 1
@@ -146,6 +147,30 @@ def test_an_operator_opens_the_last_minute_in_perfetto(page: Page, faults: list[
     with page.expect_download() as download:
         page.get_by_role("button", name="Save this minute").click()
     assert json.loads(download.value.path().read_text())
+    assert not faults
+
+
+def test_an_operator_asks_why_a_request_was_late(
+    page: Page, client: openai.OpenAI, faults: list[str]
+) -> None:
+    answer = client.completions.create(model="small", prompt="Who rows?", max_tokens=4)
+    button = page.get_by_role("button", name="Explain")
+    page.locator("#late-note").filter(has_text="admin").wait_for()
+    assert button.is_disabled()
+    page.get_by_role("button", name="Use a key").click()
+    use_key(page, ADMIN_KEY)
+    page.locator("#late-note").filter(has_text="kept").wait_for()
+    page.get_by_label("The id of its answer").fill(MARKUP)
+    button.click()
+    page.get_by_role("alert").filter(has_text="no kept step").wait_for()
+    faults.clear()  # The browser tells of the 404.
+    page.get_by_label("The id of its answer").fill(answer.id)
+    page.keyboard.press("Enter")
+    page.locator("#late").filter(has_text="First token").wait_for()
+    shown = page.locator("#late").inner_text()
+    assert answer.id in shown
+    assert "TTFT " in shown
+    assert page.title() == "coserve"
     assert not faults
 
 

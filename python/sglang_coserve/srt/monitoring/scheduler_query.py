@@ -25,6 +25,9 @@ PULSE: Final = "pulse"
 LAST_STEPS: Final = "last steps"
 """The steps of so many last seconds: ``SchedulerStatus.last_steps``."""
 
+LONGEST_STEPS: Final = "longest steps"
+"""The longest steps of so many last seconds, at most so many: ``SchedulerStatus.longest_steps``."""
+
 STEPS_OF: Final = "steps of"
 """The kept steps of a request, by its id: ``SchedulerStatus.steps_of``."""
 

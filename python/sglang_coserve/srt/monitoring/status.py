@@ -28,6 +28,7 @@ from sglang_coserve.srt.monitoring.scheduler_query import (
     EXPECTED_RATE_KEY,
     LAST_STEPS,
     LEAVE,
+    LONGEST_STEPS,
     PULSE,
     STANDING,
     STATUS,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 _INTERVAL_S: Final = 1.0
 """At which metrics and the spans of delays are published."""
+
+_NO_STEPS: Final[StepDocument] = {"steps": [], "steps_left_out": 0}
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +165,9 @@ class SchedulerStatus:
             STANDING: lambda: self._ask(self.state, {}),
             BATCH_DELAYS: lambda: self._ask(self.batch_delays_s, None),
             LAST_STEPS: lambda seconds: self._ask(lambda: self.last_steps(seconds), []),
+            LONGEST_STEPS: lambda seconds, limit: self._ask(
+                lambda: self.longest_steps(seconds, limit), _NO_STEPS
+            ),
             STEPS_OF: lambda rid: self._ask(lambda: self.steps_of(rid), None),
             LEAVE: let_leave,
         }
@@ -175,6 +181,11 @@ class SchedulerStatus:
     def last_steps(self, seconds: float) -> list[StepDocument]:
         """Return the steps of the last ``seconds``, as far as they are kept."""
         return [] if self._steps is None else self._steps.since(time.perf_counter() - seconds)
+
+    def longest_steps(self, seconds: float, limit: int) -> StepDocument:
+        """Return the longest steps of the last ``seconds``, as far as they are kept."""
+        since_s = time.perf_counter() - seconds
+        return _NO_STEPS if self._steps is None else self._steps.longest_since(since_s, limit)
 
     def steps_of(self, rid: str) -> StepDocument | None:
         """Return the kept steps of a request; None if it is in none."""

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from heapq import nlargest
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.steps.step_record import StepRecord
 
-_MOST_STEPS: Final = 1 << 13
+MOST_STEPS: Final = 1 << 13
 """Kept steps: some minutes. 35 MB at most, with 512 requests in each step."""
 
 _MOST_NAMES: Final = 32
 """Requests of a class that a document names. Its counts have all of them."""
+
+_MOST_IN_STORY: Final = 1 << 10
+"""Steps that are told of a request: the scheduler serves nobody meanwhile."""
+
+_MOST_UNSEEN: Final = 256
+"""Newest steps in which a request is looked for that neither began nor ended in a kept step."""
 
 StepDocument = dict[str, Any]
 """A step as JSON has it (docs/metrics.md). Times are in seconds, of one clock."""
@@ -40,12 +48,30 @@ class _KeptStep(NamedTuple):
     first: tuple[str, ...]
     last: tuple[str, ...]
 
+    @property
+    def seconds(self) -> float:
+        """Its time as measured, or else from its beginning to its results."""
+        measured_s = self.record.result.seconds
+        return self.record.ended_s - self.begins_s if measured_s is None else measured_s
+
+
+class _Row(NamedTuple):
+    """A step in the story of a request."""
+
+    kept: _KeptStep
+    is_in: bool
+    has_token: bool
+    """True if the request got a token in it."""
+
+    gap_s: float | None
+    """Time since its token before, or since its arrival; None without a token, or if unknown."""
+
 
 class StepRing:
     """Keeps the last steps."""
 
     def __init__(self) -> None:
-        self._steps: deque[_KeptStep] = deque(maxlen=_MOST_STEPS)
+        self._steps: deque[_KeptStep] = deque(maxlen=MOST_STEPS)
         self._ended_s = 0.0
 
     def add(self, record: StepRecord) -> None:
@@ -74,40 +100,111 @@ class StepRing:
         """Return the steps that ended after ``at_s``, the oldest first. O(kept steps)."""
         return [_document(kept) for kept in self._steps if kept.record.ended_s >= at_s]
 
-    def of_request(self, rid: str) -> StepDocument | None:
-        """Return the steps of a request, and those it waited for; None if it is in no kept step.
+    def longest_since(self, at_s: float, limit: int) -> StepDocument:
+        """Return the longest of the steps that ended after ``at_s``, in their order, and how many
+        were left out. O(kept steps)."""
+        last = [kept for kept in self._steps if kept.record.ended_s >= at_s]
+        chosen = nlargest(limit, range(len(last)), key=lambda place: last[place].seconds)
+        steps = [_document(last[place]) for place in sorted(chosen)]
+        return {"steps": steps, "steps_left_out": len(last) - len(steps)}
 
-        O(kept steps · their requests).
+    def of_request(self, rid: str) -> StepDocument | None:
+        """Return the steps from the arrival of a request to its last token, also those that ran
+        without it; None if it is in no kept step.
+
+        A story of more than ``_MOST_IN_STORY`` steps has the longest of them. O(kept steps + steps
+        of the request · their requests).
         """
-        infos = [info for kept in self._steps for info in kept.new if info.rid == rid]
-        mine = [kept for kept in self._steps if rid in kept.online or rid in kept.offline]
-        if not mine:
-            return None
-        last_s = mine[-1].record.ended_s
-        arrival_s = infos[-1].arrival_s if infos else mine[0].begins_s
-        steps, token_s = [], None if infos else math.nan
-        for kept in self._steps:
-            record = kept.record
-            if record.ended_s <= arrival_s or kept.begins_s > last_s:
+        info, begin, end = self._span(rid)
+        rows: list[_Row] = []
+        token_s = None if info is None else info.arrival_s
+        is_ended = False
+        for place, kept in enumerate(self._steps):
+            is_in = begin <= place <= end and (rid in kept.online or rid in kept.offline)
+            if not is_in and (not rows if info is None else kept.record.ended_s <= info.arrival_s):
                 continue
-            is_in = rid in kept.online or rid in kept.offline
-            has_token = is_in and rid not in kept.silent and not record.is_dropped
-            document = _document(kept, names=False)
-            if not is_in and token_s is not None:
-                continue
-            document["role"] = _role(kept, rid) if is_in else "waits"
-            document["prompt_tokens_of_request"] = kept.prompts.get(rid, 0)
+            has_token = is_in and rid not in kept.silent and not kept.record.is_dropped
+            ended_s = kept.record.ended_s
+            gap_s = ended_s - token_s if has_token and token_s is not None else None
+            rows.append(_Row(kept, is_in, has_token, gap_s))
             if has_token:
-                since_s = arrival_s if token_s is None else token_s
-                gap_s = record.ended_s - since_s
-                document["gap_s"] = None if math.isnan(gap_s) else gap_s
-                token_s = record.ended_s
-            steps.append(document)
-        request: StepDocument = {"rid": rid, "arrival_s": arrival_s, "is_whole": bool(infos)}
-        if infos:
-            info = infos[-1]
-            request |= {"class": info.request_class.value, "prompt_tokens": info.prompt_tokens}
-        return {"request": request, "steps": steps}
+                token_s = ended_s
+            is_ended = rid in kept.last if is_in else is_ended
+        last = next((row for row in reversed(rows) if row.is_in), None)
+        if last is None:
+            return None
+        last_s = last.kept.record.ended_s
+        rows = [row for row in rows if row.is_in or row.kept.begins_s < last_s]
+        is_full = len(self._steps) == MOST_STEPS
+        request: StepDocument = {
+            "rid": rid,
+            "class": "online" if rid in last.kept.online else "offline",
+            "arrival_s": rows[0].kept.begins_s if info is None else info.arrival_s,
+            "is_whole": info is not None,
+            "is_ended": is_ended,
+            "kept_from_s": self._steps[0].begins_s if is_full else None,
+        }
+        if info is not None:
+            request |= {"prompt_tokens": info.prompt_tokens, "batch": info.job}
+        return {"request": request, **_story(rid, rows)}
+
+    def _span(self, rid: str) -> tuple[RequestInfo | None, int, int]:
+        """Return a request, None if its first step is not kept, and the places of its first and
+        last step. Without any step, the last place is -1."""
+        info, begin, end = None, 0, len(self._steps) - 1
+        is_known = False
+        for place, kept in enumerate(self._steps):
+            if rid in kept.last or any(left.rid == rid for left in kept.record.left):
+                is_known, end = True, place
+            for new in kept.new:
+                if new.rid == rid:
+                    is_known, info, begin, end = True, new, place, len(self._steps) - 1
+                    # A prompt of one token ends in its first step.
+                    end = place if rid in kept.last else end
+        newest = islice(reversed(self._steps), _MOST_UNSEEN)
+        if is_known or any(rid in kept.online or rid in kept.offline for kept in newest):
+            return info, begin, end
+        return None, 0, -1
+
+
+def _story(rid: str, rows: Sequence[_Row]) -> StepDocument:
+    tokens = [place for place, row in enumerate(rows) if row.has_token]
+    before = tokens[0] + 1 if tokens else len(rows)
+    parts = [_longest(rows[:before], first=True), _longest(rows[before:], first=False)]
+    return {
+        "tokens": len(tokens),
+        "gaps_s": [rows[place].gap_s for place in tokens[1:]],
+        "with_it": sum(row.is_in for row in rows),
+        "without_it": sum(not row.is_in for row in rows),
+        "steps": [_told(rid, row) for part in parts for row in part],
+        "left_out": {
+            "before_first_token": before - len(parts[0]),
+            "after": len(rows) - before - len(parts[1]),
+        },
+    }
+
+
+def _longest(rows: Sequence[_Row], *, first: bool) -> Sequence[_Row]:
+    """Return the longest steps or gaps in order; of the wait for a first token the steps with the
+    request in any case."""
+    if len(rows) <= _MOST_IN_STORY // 2:
+        return rows
+
+    def rank(place: int) -> tuple[bool, float]:
+        kept, is_in, _, gap_s = rows[place]
+        return first and is_in, kept.seconds if first or gap_s is None else gap_s
+
+    chosen = nlargest(_MOST_IN_STORY // 2, range(len(rows)), key=rank)
+    return [rows[place] for place in sorted(chosen)]
+
+
+def _told(rid: str, row: _Row) -> StepDocument:
+    document = _document(row.kept, names=False)
+    document["role"] = _role(row.kept, rid) if row.is_in else "waits"
+    document["prompt_tokens_of_request"] = row.kept.prompts.get(rid, 0)
+    if row.has_token:
+        document["gap_s"] = row.gap_s
+    return document
 
 
 def _role(kept: _KeptStep, rid: str) -> str:
@@ -117,11 +214,15 @@ def _role(kept: _KeptStep, rid: str) -> str:
 def _document(kept: _KeptStep, *, names: bool = True) -> StepDocument:
     record = kept.record
     plan, result = record.plan, record.result
-    offline = set(kept.offline)
-    offline_tokens = sum([tokens for rid, tokens in kept.prompts.items() if rid in offline])
+    offline_tokens = offline_prompts = 0
+    if kept.prompts:
+        offline = set(kept.offline)
+        tokens_of = [tokens for rid, tokens in kept.prompts.items() if rid in offline]
+        offline_tokens, offline_prompts = sum(tokens_of), len(tokens_of)
     document: StepDocument = {
         "number": result.step,
         "kind": None if record.kind is None else record.kind.value,
+        "launched_s": record.launched_s,
         "begins_s": kept.begins_s,
         "ended_s": record.ended_s,
         "measured_s": result.seconds,
@@ -131,6 +232,10 @@ def _document(kept: _KeptStep, *, names: bool = True) -> StepDocument:
         "prompt_tokens": {
             "online": sum(kept.prompts.values()) - offline_tokens,
             "offline": offline_tokens,
+        },
+        "decodes": {
+            "online": len(kept.online) - len(kept.prompts) + offline_prompts,
+            "offline": len(kept.offline) - offline_prompts,
         },
         "is_dropped": record.is_dropped,
         "suspensions": [one._asdict() for one in record.suspensions],

@@ -33,7 +33,7 @@ from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STA
 from sglang_coserve.srt.optional_parts import REQUEST_MOVES
 from sglang_coserve.srt.process_health import fatal_signals_recorded_in
 from sglang_coserve.srt.routes.drain import Drain, Health, add_drain_routes
-from sglang_coserve.srt.routes.engine_routes import add_trace_route
+from sglang_coserve.srt.routes.step_routes import add_step_routes
 
 _POLL_S: Final = 0.2
 
@@ -62,14 +62,14 @@ def add_batch_api(
         set_one_owner(app)
     lines = add_line_routes(app)
     drain = add_drain_routes(app, health)
-    trace = add_trace_route(http_server)
+    steps = add_step_routes(http_server)
     if admin_api_key:
         from sglang.srt.utils.auth import AuthLevel, auth_level
 
         set_admin_key(app, admin_api_key)
         # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
         # routes say so themselves, and SGLang need not look at every request.
-        for endpoint in (*operator_endpoints(), *lines, *drain, trace):
+        for endpoint in (*operator_endpoints(), *lines, *drain, *steps):
             auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
 
 

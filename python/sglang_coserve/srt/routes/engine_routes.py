@@ -1,6 +1,6 @@
-"""What the engine says of itself: ``/coserve/load``, ``/coserve/trace``, and the operator's page.
+"""What the engine says of itself: ``/coserve/load``, and the operator's page.
 
-The load is for gateways and autoscalers, the trace, a file for Perfetto, for the operator.
+The load is for gateways and autoscalers.
 ``/coserve``, the page, and ``/coserve/view``, what it shows, are served before SGLang checks
 keys: a browser cannot send one with the address of a page, and what is shown depends on whose key
 it is. The page itself holds nothing of the server.
@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from fastapi import FastAPI, HTTPException, Query
+from fastapi import FastAPI, HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_coserve import __version__
 from sglang_coserve.asgi import route_path, send_error
-from sglang_coserve.batch.routes.caller import operator_router
 from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
 from sglang_coserve.http_lines.engine_load import EngineLoad, ReplicaLoad, Versions, total
 from sglang_coserve.http_lines.messages import LOAD_PATH
@@ -32,11 +31,10 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
     model_in_use,
     model_names,
 )
-from sglang_coserve.srt.monitoring.scheduler_query import LAST_STEPS, STANDING, ask
-from sglang_coserve.srt.monitoring.step_ring import StepDocument
-from sglang_coserve.srt.monitoring.step_trace import process_name, trace_events, trace_text
+from sglang_coserve.srt.monitoring.scheduler_query import STANDING, ask
 from sglang_coserve.srt.monitoring.told_settings import told
 from sglang_coserve.srt.routes.drain import Health
+from sglang_coserve.srt.routes.step_routes import STEPS_PATH, TRACE_PATH
 from sglang_coserve.view.page import Page
 from sglang_coserve.view.standing import History, standing
 
@@ -99,36 +97,6 @@ async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
     )
 
 
-TRACE_PATH: Final = "/coserve/trace"
-_MOST_S: Final = 600.0
-
-
-def add_trace_route(http_server: Any) -> Any:
-    """Add the route to SGLang's app; return its function."""
-    app: FastAPI = http_server.app
-    router = operator_router()
-
-    @router.get(TRACE_PATH, response_class=Response)
-    async def trace(seconds: Annotated[float, Query(gt=0, le=_MOST_S)] = 60.0) -> Response:
-        """Return the steps of the last ``seconds``, as far as they are kept: Trace Event Format."""
-        manager = http_server._global_state.tokenizer_manager
-        traces = await ask(manager, LAST_STEPS, seconds)
-        content = await asyncio.to_thread(_file, traces)
-        headers = {"content-disposition": 'attachment; filename="coserve-trace.json"'}
-        return Response(content, media_type="application/json", headers=headers)
-
-    app.router.routes.extend(router.routes)
-    return trace
-
-
-def _file(traces: Sequence[Sequence[StepDocument]]) -> bytes:
-    events = []
-    for process, steps in enumerate(traces, 1):
-        events.append(process_name(f"sglang_coserve, replica {process - 1}", process=process))
-        events += trace_events(steps, process)
-    return trace_text(events).encode()
-
-
 _DECISION: Final = ("subject", "text", "steps", "span_s")
 _ENGINE: Final = ("online", "offline", "cache", "kv_tokens", "work", "safepoints", "prediction")
 
@@ -187,8 +155,9 @@ class View:
         except ValueError:
             return _error(400, "since: must be seconds since the epoch")
         batches = await shown_batches(self._http_server.app, caller)
-        trace = {"trace": TRACE_PATH if caller.is_operator else None}
-        return view_answer(200, self._view(since_s) | trace | batches)
+        paths = {"trace": TRACE_PATH, "steps": STEPS_PATH}
+        shown = {name: path if caller.is_operator else None for name, path in paths.items()}
+        return view_answer(200, self._view(since_s) | shown | batches)
 
     def _view(self, since_s: float) -> dict[str, Any]:
         now_s, history = time.time(), self._history

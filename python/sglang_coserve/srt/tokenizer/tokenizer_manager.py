@@ -38,6 +38,7 @@ from sglang_coserve.srt.tokenizer.client_presence import (
     ClientDepartures,
     install_arrival_times,
 )
+from sglang_coserve.srt.tokenizer.request_ids import RequestIds
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ _Hooked: Any = compat.hooked_tokenizer_manager(_Guarded)
 
 class CoserveTokenizerManager(_Hooked):
     """Marks requests, and ends those whose clients leave; reports weight updates to
-    ``coserve_weights``, and a crash to ``coserve_on_death``."""
+    ``coserve_weights``, a crash to ``coserve_on_death``, and ids to ``coserve_request_ids``."""
 
     served_model_name: str
 
@@ -165,6 +166,7 @@ class CoserveTokenizerManager(_Hooked):
         for name in compat.UPDATE_COMMUNICATORS:
             setattr(self, name, self._once_idle(getattr(self, name)))
         install_arrival_times()
+        self.coserve_request_ids = RequestIds()
         self._departures = ClientDepartures(self)
         self._adapter_unloads = AdapterUnloads(self)
         self._fingerprint: asyncio.Task[str] | None = None
@@ -202,15 +204,18 @@ class CoserveTokenizerManager(_Hooked):
                 yield output
 
     def _send_one_request(self, tokenized_obj: Any) -> Any:
-        self._departures.sending(tokenized_obj)
-        self._adapter_unloads.sending(tokenized_obj)
+        self._sending(tokenized_obj)
         return super()._send_one_request(tokenized_obj)
 
     def _send_batch_request(self, tokenized_objs: Any) -> Any:
         for tokenized in tokenized_objs:
-            self._departures.sending(tokenized)
-            self._adapter_unloads.sending(tokenized)
+            self._sending(tokenized)
         return super()._send_batch_request(tokenized_objs)
+
+    def _sending(self, tokenized: Any) -> None:
+        self._departures.sending(tokenized)
+        self._adapter_unloads.sending(tokenized)
+        self.coserve_request_ids.sending(tokenized.rid)
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         ending = [] if self._otel_metrics is None else self._ending(recv_obj)

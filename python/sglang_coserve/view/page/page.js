@@ -504,6 +504,53 @@ byId("save-trace").addEventListener("click", () => withTrace(async () => {
   URL.revokeObjectURL(address);
 }));
 
+// --- Why a request was late -----------------------------------------------------------------
+
+let stepsPath = null;
+
+function showLate(path) {
+  stepsPath = path;
+  byId("late-id").disabled = byId("late-button").disabled = path === null;
+  write(byId("late-note"), path === null
+    ? "Explained to whoever brings the server’s --admin-api-key."
+    : "The steps of the last minutes are kept.");
+}
+
+function waitRows(name, wait) {
+  return wait.steps.map((step, place) => element("tr", {},
+    place ? element("td") : element("th", { scope: "row" }, `${name}, ${milliseconds(wait.seconds * 1000)}`),
+    element("td", { class: "number" }, milliseconds(step.of_wait_s * 1000)),
+    element("td", {}, `${step.role === "waits" ? "without it" : "with it"}: ${step.text}`)));
+}
+
+function explanationRows(request) {
+  return [
+    element("tr", {}, element("td", { colspan: "3" }, element("code", {}, request.rid), element("br"), request.verdict)),
+    ...(request.first_token === null ? [] : waitRows("First token", request.first_token)),
+    ...request.longest_gaps.slice(0, 3).flatMap((gap) => waitRows("Gap", gap)),
+  ];
+}
+
+byId("late-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const id = byId("late-id").value.trim();
+  if (!id || stepsPath === null) return;
+  byId("late-button").disabled = true;
+  write(byId("late-fault"), "");
+  byId("late").hidden = true;
+  try {
+    const answer = await call(`.${stepsPath}/${encodeURIComponent(id)}`);
+    const body = await answer.json().catch(() => ({}));
+    if (!answer.ok) throw new Error(body.error?.message || `the server answered with ${answer.status}`);
+    byId("late").tBodies[0].replaceChildren(...body.requests.flatMap(explanationRows));
+    byId("late").hidden = false;
+    announce(body.requests[0].verdict);
+  } catch (error) {
+    write(byId("late-fault"), error.name === "TimeoutError" || error instanceof TypeError ? "The server did not answer." : error.message);
+  }
+  byId("late-button").disabled = stepsPath === null;
+});
+
 // --- The server -----------------------------------------------------------------------------
 
 function call(path, method = "GET", patienceMs = 15000) {
@@ -565,7 +612,7 @@ function show(view) {
   if (isFirst) byId("main").focus();
   const isFleet = "engines" in view;
   byId("fleet-section").hidden = !isFleet;
-  byId("engine-section").hidden = byId("why-section").hidden = isFleet;
+  for (const name of ["engine", "late", "why"]) byId(`${name}-section`).hidden = isFleet;
   write(byId("server"), isFleet ? `gateway${view.model ? `, ${view.model}` : ""}` : `${view.model}, policy ${view.policy}`);
   const age = isFleet ? 0 : view.sample_age_s;  // What a gateway says is of now.
   const isStale = age === null || age > 5;
@@ -579,6 +626,7 @@ function show(view) {
     merge(view.history);
     showEngine();
     showTrace(view.trace);
+    showLate(view.steps ?? null);
     showDecisions(view);
   }
   showBatches(view.batches);
