@@ -285,4 +285,4 @@ def test_a_piece_of_a_prompt_fits_beside_streams_whose_first_tokens_are_fast() -
     )
     seen = snapshot(*(online(10, DECODING) for _ in range(4)))
     plan = brain.plan(seen, NO_CACHE)
-    assert [chunk.tokens for chunk in plan.prefills] == [64]
+    assert [chunk.tokens for chunk in plan.prefills] == [40]

@@ -23,6 +23,13 @@ _MORE_THAN_ALONE: Final = 1.1
 3.1 x."""
 
 
+_LEAST_PIECE: Final = 1.25
+"""Prompt tokens for which a step with online decodes always has time, in smallest pieces. A little
+more than one, so that offline decodes or a context leave a piece. Measured on a model of 4 layers
+on a CPU, with 3 online streams: P50 TTFT is 31 ms and offline work has 2,760 tokens/s; with 2 39 ms
+and 2,020 to 3,020 tokens/s; with none 31 ms and 1,480 tokens/s, and at times offline work stops."""
+
+
 def serve_online(batch: StepBuilder, budget_s: float) -> None:
     """Add online work: prompts alone as plain SGLang does, or as much of them as decodes can wait.
 
@@ -73,7 +80,8 @@ def _least_added_s(batch: StepBuilder) -> float:
     if not decodes.decode_requests:
         return 0.0
     decodes_s = batch.model.predict(decodes)
-    piece = decodes.with_prefill(2 * batch.context.config.min_chunk_tokens, 0)
+    least_tokens = math.ceil(_LEAST_PIECE * batch.context.config.min_chunk_tokens)
+    piece = decodes.with_prefill(least_tokens, 0)
     added_s = batch.model.predict(piece) - decodes_s
     return added_s if added_s <= decodes_s else 0.0
 
