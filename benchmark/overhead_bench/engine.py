@@ -1,6 +1,6 @@
 """A real scheduler whose steps are timed one by one; for ``OwnProcess``.
 
-Time is counted to whoever runs: our overrides, or SGLang's methods that they call, or that call
+Time counts for the code that runs: our overrides, or methods of SGLang that they call or that call
 them.
 """
 
@@ -61,14 +61,14 @@ class Pass:
     """Time of the pass in SGLang's code."""
 
     step_s: float = 0.0
-    """From the beginning of this pass to that of the next."""
+    """From the beginning of this pass to the beginning of the next."""
 
     own_s: float = 0.0
     """Time of the step in our overrides, the pass among them."""
 
 
 class _Meter:
-    """Counts time to whoever runs: the method that was entered last."""
+    """Counts time for the method that was entered last."""
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s

@@ -72,9 +72,10 @@ def serve_online(batch: StepBuilder, budget_s: float) -> None:
 def _least_added_s(batch: StepBuilder) -> float:
     """Return the seconds that offline work may always add to a step of online decodes.
 
-    A short piece of a prompt fits them. Where first tokens take a few milliseconds alone, a tenth
-    of them is less, and offline work would stop while streams run. 0 where such a piece takes
-    longer than the decodes: it waits for a step without online work.
+    The time is enough for the shortest piece of a prompt. Where first tokens alone take a few
+    milliseconds, a tenth of this time is shorter than any piece, and offline work would stop while
+    streams run. 0 if the piece takes longer than the decodes: it then waits for a step without
+    online work.
     """
     decodes = batch.online_decode_stats
     if not decodes.decode_requests:

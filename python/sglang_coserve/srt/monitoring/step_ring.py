@@ -20,7 +20,7 @@ _MOST_NAMES: Final = 32
 """Requests of a class that a document names. Its counts have all of them."""
 
 _MOST_IN_STORY: Final = 1 << 10
-"""Steps that are told of a request: the scheduler serves nobody meanwhile."""
+"""Most steps in the story of a request. The scheduler serves no request while it tells one."""
 
 _MOST_UNSEEN: Final = 256
 """Newest steps in which a request is looked for that neither began nor ended in a kept step."""
@@ -109,10 +109,10 @@ class StepRing:
         return {"steps": steps, "steps_left_out": len(last) - len(steps)}
 
     def of_request(self, rid: str) -> StepDocument | None:
-        """Return the steps from the arrival of a request to its last token, also those that ran
-        without it; None if it is in no kept step.
+        """Return the steps from the arrival of a request to its last token, with and without it.
 
-        A story of more than ``_MOST_IN_STORY`` steps has the longest of them. O(kept steps + steps
+        None if the request is in no kept step. A story of more than ``_MOST_IN_STORY`` steps has
+        the longest of them. O(kept steps + steps
         of the request · their requests).
         """
         info, begin, end = self._span(rid)

@@ -265,8 +265,8 @@ class OfflineLane:
     def drop(self) -> StepRecord:
         """Drop the suspended step; return its record.
 
-        They are retracted with what they had before the step; those that were aborted meanwhile
-        end here.
+        Its requests are retracted with the tokens that they had before the step. Requests that
+        were aborted meanwhile end here.
         """
         suspended = self._take()
         assert suspended is not None
