@@ -22,7 +22,9 @@ from srt.test_planned_scheduler import LOOSE
 from srt.test_scheduler import prompt
 
 PARTS = {
-    "status": ("status", ("idle", "ended")),
+    "status": ("status", ("publish_if_due",)),
+    "steps": ("status._steps", ("add",)),
+    "recompute": ("status._recompute", ("ended",)),
     "load": ("online_load", ("get_pool_stats", "put_into")),
     "safepoint delays": ("lane.safepoints.stats", ("first_token",)),
     "status queries": (
@@ -43,7 +45,7 @@ PARTS = {
 
 QUESTIONS = (
     *(f'coserve: ["{question}"]' for question in (STANDING, BATCH_DELAYS)),
-    f'coserve: ["{LAST_STEPS}", 1.0]',
+    f'coserve: ["{LAST_STEPS}", 1.0, 0.0]',
     f'coserve: ["{LONGEST_STEPS}", 1.0, 2]',
     f'coserve: ["{STEPS_OF}", "on0"]',
     "",

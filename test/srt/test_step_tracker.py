@@ -89,10 +89,10 @@ class Engine:
         processed(self.tracker, *batch.reqs)
 
 
-def processed(tracker: StepTracker, *reqs: Req) -> None:
+def processed(tracker: StepTracker, *reqs: Req, now_s: float = 0.0) -> None:
     for req in reqs:
         req.output_ids.append(7)
-    tracker.processed(reqs)
+    tracker.processed(reqs, now_s)
 
 
 def times(records: list[StepRecord]) -> list[tuple[int | None, float | None]]:
@@ -195,7 +195,7 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     tracker.resumed(step)
     tracker.launched(prefill(req))
     tracker.runs(5.0)
-    processed(tracker, req)
+    processed(tracker, req, now_s=5.2)
     (record,) = tracker.next_pass(5.25)
     result = record.result
     assert (result.step, result.started_s, result.seconds) == (0, 1.0, 0.75)
@@ -203,7 +203,7 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     assert result.chunks == (PrefillChunk("a", 5),)
     assert [served.info.rid for served in result.served] == ["a"]
     assert record.suspensions == (Suspension(2, 1.5, 5.0),)
-    assert (record.launched_s, record.ended_s, record.is_dropped) == (1.0, 5.25, False)
+    assert (record.launched_s, record.ended_s, record.is_dropped) == (1.0, 5.2, False)
 
 
 def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran() -> None:
@@ -227,20 +227,21 @@ def test_a_record_has_the_requests_of_both_classes_and_their_tokens() -> None:
     tracker.launched(prefill(*reqs))
     tracker.runs(1.1, paced_s=0.25)
     reqs[0].output_ids.append(7)
-    tracker.processed(reqs)  # More of the other prompt is to be computed.
+    tracker.processed(reqs, 1.75)  # More of the other prompt is to be computed.
     (record,) = tracker.next_pass(2.0)
     assert [(one.info.rid, one.token_s, one.last_s, one.is_new) for one in record.requests] == [
-        ("a", 2.0, None, True),
+        ("a", 1.75, None, True),
         ("b", None, None, True),
     ]
     assert [one.info.rid for one in record.first] == ["a"]
-    assert (record.launched_s, record.paced_s, record.ended_s) == (1.1, 0.25, 2.0)
+    assert (record.launched_s, record.paced_s, record.ended_s) == (1.1, 0.25, 1.75)
+    assert record.result.served[0].token_s == 2.0  # All ranks know this time.
     engine.requests.forget("b")
     tracker.launched(decode(reqs[0]))
-    processed(tracker, reqs[0])
+    processed(tracker, reqs[0], now_s=2.5)
     (record,) = tracker.next_pass(3.0)
     (row,) = record.requests
-    assert (row.token_s, row.last_s, row.prompt_tokens, row.is_new) == (3.0, 2.0, 0, False)
+    assert (row.token_s, row.last_s, row.prompt_tokens, row.is_new) == (2.5, 1.75, 0, False)
     assert (record.first, [info.rid for info in record.left]) == ((), ["b"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -72,6 +73,12 @@ def decodes(begins_s: float, *gaps_s: float) -> list[Story]:
     return steps
 
 
+def _computed(steps: Sequence[dict[str, Any]]) -> int:
+    """Prompt tokens of the request until its first token."""
+    first = next((place for place, one in enumerate(steps) if "gap_s" in one), len(steps))
+    return sum(one["prompt_tokens_of_request"] for one in steps[: first + 1])
+
+
 def story(*steps: Story, **request: Any) -> Story:
     values = {
         "rid": "mine",
@@ -87,6 +94,7 @@ def story(*steps: Story, **request: Any) -> Story:
     return {
         "request": values | request,
         "tokens": len(gaps_s),
+        "computed_before_first_token": _computed(steps),
         "gaps_s": gaps_s[1:],
         "with_it": sum(one["role"] != "waits" for one in steps),
         "without_it": sum(one["role"] == "waits" for one in steps),

@@ -86,7 +86,9 @@ def explain(story: Mapping[str, Any]) -> dict[str, Any]:
         "prompt_tokens": request.get("prompt_tokens"),
         "batch": request.get("batch"),
         "verdict": _verdict(request, first, gaps_s, longest),
-        "first_token": None if first is None else _shown(first, start_s) | _prompt(request, steps),
+        "first_token": None
+        if first is None
+        else _shown(first, start_s) | _prompt(request, story["computed_before_first_token"]),
         "gaps": {
             "tokens": story["tokens"],
             "p50_s": usual_s,
@@ -184,12 +186,7 @@ def _shown(wait: _Wait, start_s: float | None) -> dict[str, Any]:
     }
 
 
-def _prompt(request: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, int]:
-    computed = 0
-    for step in steps:
-        computed += step["prompt_tokens_of_request"]
-        if "gap_s" in step:
-            break
+def _prompt(request: Mapping[str, Any], computed: int) -> dict[str, int]:
     cached = max(request["prompt_tokens"] - computed, 0)
     return {"computed_tokens": computed, "cached_tokens": cached}
 

@@ -13,7 +13,8 @@ from srt.monitoring.watched import ONLINE_REQUESTS, Watched
 
 def test_the_status_says_by_how_much_online_requests_were_delayed(watched: Watched) -> None:
     online = watched.status_afterwards["online"]
-    assert ONLINE_REQUESTS / 2 <= online["billed"] <= ONLINE_REQUESTS
+    # One more is traced.
+    assert ONLINE_REQUESTS / 2 <= online["billed"] <= ONLINE_REQUESTS + 1
     assert online["delay_s"] == pytest.approx(online["delay_ttft_s"] + online["delay_gaps_s"])
     # How exact it is, the benchmark and the simulator say: a test machine has other work.
     seen_s = sum(one.ttft_s + sum(one.gaps_s) for one in watched.online)

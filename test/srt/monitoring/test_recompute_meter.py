@@ -17,24 +17,24 @@ def live(tokens: int = 100) -> LiveRequest:
 def test_tokens_count_as_recomputed_up_to_where_the_request_had_been() -> None:
     request = live()
     request.req.output_ids.append(7)
-    assert request.recomputes(0, 100) == 0
+    assert request.note_prefill(0, 100) == 0
     for _ in range(20):
         request.req.output_ids.append(7)
     # It resumes from its first 96 tokens: of the 120 that had KV, 24 are computed again.
     request.req.output_ids.append(7)
-    assert request.recomputes(96, 25) == 24
+    assert request.note_prefill(96, 25) == 24
     request.req.output_ids.append(7)
     # And again, in two chunks.
-    assert request.recomputes(64, 32) == 32
+    assert request.note_prefill(64, 32) == 32
     request.req.output_ids.append(7)
-    assert request.recomputes(96, 27) == 26
+    assert request.note_prefill(96, 27) == 26
 
 
 def test_a_prompt_whose_prefill_was_interrupted_counts_once() -> None:
     request = live()
-    assert request.recomputes(0, 64) == 0
+    assert request.note_prefill(0, 64) == 0
     request.req.output_ids.append(7)
-    assert request.recomputes(48, 52) == 16
+    assert request.note_prefill(48, 52) == 16
 
 
 def test_classes_are_counted_apart() -> None:

@@ -23,7 +23,7 @@ def ring(*records: StepRecord) -> StepRing:
 
 
 def events(*records: StepRecord) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in trace_events(ring(*records).since(0.0), process=1)]
+    return [json.loads(line) for line in trace_events(ring(*records).between(0.0, 1e9), process=1)]
 
 
 def slices(*records: StepRecord) -> list[dict[str, Any]]:
@@ -70,11 +70,11 @@ def test_old_steps_make_room_and_documents_name_few_requests() -> None:
     decodes = [decode(info(str(number)), 0.0, 1.0) for number in range(40)]
     for number in range(step_ring.MOST_STEPS + 100):
         kept.add(record(float(number), number + 0.5, *decodes))
-    documents = kept.since(0.0)
+    documents = kept.between(0.0, 1e9)
     assert len(documents) == step_ring.MOST_STEPS
     assert documents[-1]["requests"] == {"online": 40, "offline": 0}
     assert len(documents[-1]["online"]) == 32
-    assert len(kept.since(documents[-1]["ended_s"])) == 1
+    assert len(kept.between(documents[-1]["ended_s"], 1e9)) == 1
     json.dumps(documents)
 
 
@@ -192,3 +192,42 @@ def test_a_request_whose_beginning_is_gone_has_no_first_gap() -> None:
     assert found is not None
     assert not found["request"]["is_whole"]
     assert [step["gap_s"] for step in found["steps"]] == [None, 1.0]
+
+
+def test_a_suspended_step_is_in_the_story_of_who_waits_for_it() -> None:
+    offline, mine = info("offline", offline=True), info("mine", arrival_s=1.25)
+    stop = Suspension(layer=2, stopped_s=1.5, resumed_s=2.0)
+    suspended = record(1.0, 2.0, prompt(offline, None), suspensions=(stop,))
+    kept = ring(record(1.6, 1.9, prompt(mine, 1.9), number=1))
+    found = kept.of_request("mine", suspended)
+    assert found is not None
+    assert [step["role"] for step in found["steps"]] == ["prefill", "waits"]
+    (step,) = (step for step in kept.between(0.0, 1e9, suspended) if step["suspensions"])
+    assert step["suspensions"] == [{"layer": 2, "stopped_s": 1.5, "resumed_s": 2.0}]
+
+
+def test_a_decode_without_a_token_is_no_token() -> None:
+    mine = info("mine")
+    lost = decode(mine, 2.0, 3.0)._replace(token_s=None)
+    found = ring(
+        record(1.0, 2.0, prompt(mine, 2.0)),
+        record(2.0, 3.0, lost),
+        record(3.0, 4.0, decode(mine, 2.0, 4.0)),
+    ).of_request("mine")
+    assert found is not None
+    assert (found["tokens"], found["gaps_s"]) == (2, [2.0])
+
+
+def test_a_drop_does_not_shorten_the_step_beside_it() -> None:
+    offline, stop = info("a", offline=True), Suspension(layer=4, stopped_s=1.5, resumed_s=2.4)
+    lost = StepResult(0, 1.0, 0.5, dropped=("a",))
+    dropped = record(1.0, 2.4, prompt(offline, None), suspensions=(stop,), result=lost)
+    beside = record(1.6, 2.5, decode(info("b"), 1.0, 2.5), number=1)
+    _, other = slices(dropped, beside)
+    assert (other["ts"], other["dur"]) == (1.6e6, 9e5)
+
+
+def test_a_kept_step_has_no_rows() -> None:
+    decodes = [decode(info(str(number)), 0.0, 1.0) for number in range(100)]
+    (kept,) = ring(record(1.0, 2.0, *decodes))._steps
+    assert (kept.record.requests, kept.record.result.served) == ((), ())

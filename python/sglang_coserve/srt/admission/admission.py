@@ -104,7 +104,7 @@ class Admission:
         """The requests that were put back in each of the last passes, the oldest pass first. The
         core learns that they wait once the results of their last step have come."""
 
-        self._plans = PlanExecution(parts, self._waiting, self._refuse)
+        self._plans = PlanExecution(parts, self._waiting, self._refuse, self.give_up)
         self._leaves_online = False
         """See ``Executed``, of the last plan."""
 

@@ -53,10 +53,20 @@ class PlanExecution:
     """See the module's docstring; ``install_chunk_limits`` must have been called."""
 
     def __init__(
-        self, parts: EngineParts, waiting: Mapping[str, Req], refuse: Callable[[str], None]
+        self,
+        parts: EngineParts,
+        waiting: Mapping[str, Req],
+        refuse: Callable[[str], None],
+        give_up: Callable[[], None],
     ) -> None:
-        """``waiting`` are the offline requests that wait, by rid; ``refuse`` takes an online one
-        out of SGLang's queue."""
+        """Carry out nothing yet.
+
+        Args:
+            parts: The parts of the engine.
+            waiting: The offline requests that wait, by rid.
+            refuse: Takes an online request out of SGLang's queue.
+            give_up: Drops the suspended step.
+        """
         self._scheduler = parts.scheduler
         self._pools = parts.pools
         self._requests = parts.requests
@@ -68,6 +78,7 @@ class PlanExecution:
         self._events = parts.events
         self._waiting = waiting
         self._refuse = refuse
+        self._give_up = give_up
         self._left_decodes: set[int] = set()
         """Micro-batches whose last batch had prefills alone, for a reason of SGLang's."""
 
@@ -170,7 +181,7 @@ class PlanExecution:
         if plan.puts_back:
             self._put_back(running_batch)
         if plan.retracts_offline and self._lane.suspended is not None:
-            self._lane.drop()
+            self._give_up()
         if self._queues.chunk is not None and is_offline(self._queues.chunk):
             # SGLang would go on with it before it looks at its queue.
             self._park_chunk()

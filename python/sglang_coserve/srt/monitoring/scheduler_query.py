@@ -23,7 +23,7 @@ PULSE: Final = "pulse"
 """The error that stopped offline work, or None. Any answer shows that a scheduler runs."""
 
 LAST_STEPS: Final = "last steps"
-"""The steps of so many last seconds: ``SchedulerStatus.last_steps``."""
+"""The steps that ended in a span of time: ``SchedulerStatus.last_steps``."""
 
 LONGEST_STEPS: Final = "longest steps"
 """The longest steps of so many last seconds, at most so many: ``SchedulerStatus.longest_steps``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -164,7 +164,7 @@ class SchedulerStatus:
             PULSE: lambda: self._admission.stopped_by,
             STANDING: lambda: self._ask(self.state, {}),
             BATCH_DELAYS: lambda: self._ask(self.batch_delays_s, None),
-            LAST_STEPS: lambda seconds: self._ask(lambda: self.last_steps(seconds), []),
+            LAST_STEPS: lambda *span_s: self._ask(lambda: self.last_steps(*span_s), []),
             LONGEST_STEPS: lambda seconds, limit: self._ask(
                 lambda: self.longest_steps(seconds, limit), _NO_STEPS
             ),
@@ -178,42 +178,60 @@ class SchedulerStatus:
         bill = self._bill()
         return None if bill is None else dict(bill.jobs)
 
-    def last_steps(self, seconds: float) -> list[StepDocument]:
-        """Return the steps of the last ``seconds``, as far as they are kept."""
-        return [] if self._steps is None else self._steps.since(time.perf_counter() - seconds)
+    def last_steps(self, from_s: float, until_s: float) -> list[StepDocument]:
+        """Return the kept steps that ended from ``from_s`` to ``until_s`` seconds ago."""
+        now_s = time.perf_counter()
+        if self._steps is None:
+            return []
+        return self._steps.between(now_s - from_s, now_s - until_s, self._suspended(now_s))
 
     def longest_steps(self, seconds: float, limit: int) -> StepDocument:
         """Return the longest steps of the last ``seconds``, as far as they are kept."""
-        since_s = time.perf_counter() - seconds
-        return _NO_STEPS if self._steps is None else self._steps.longest_since(since_s, limit)
+        now_s = time.perf_counter()
+        if self._steps is None:
+            return _NO_STEPS
+        return self._steps.longest_since(now_s - seconds, limit, self._suspended(now_s))
 
     def steps_of(self, rid: str) -> StepDocument | None:
         """Return the kept steps of a request; None if it is in none."""
-        return None if self._steps is None else self._steps.of_request(rid)
+        if self._steps is None:
+            return None
+        return self._steps.of_request(rid, self._suspended(time.perf_counter()))
+
+    def _suspended(self, now_s: float) -> StepRecord | None:
+        """Return the record of the suspended step so far; None if no step is suspended."""
+        suspended = self._lane.suspended
+        return None if suspended is None else suspended.tracked.suspended_record(now_s)
 
     def switched_off(self, part: str) -> None:
         """Publish that a part has failed and is off; at once, for it may be this one."""
         if self._exporter is not None:
             self._exporter.publish({"advisory_off": {part: 1}})
 
-    def ended(self, record: StepRecord) -> None:
-        """Take in a step, and publish if that is due. O(its requests)."""
+    def observers(self) -> Iterator[tuple[str, Callable[[StepRecord], None]]]:
+        """Yield what takes in each step, with its name among the advisory parts."""
+        if self._steps is not None:
+            yield "steps", self._steps.add
+            yield "recompute", self._recompute.ended
+            yield "safepoint delays", self._first_tokens
+        if self._latencies is not None:
+            yield "latencies", self._latencies.ended
+
+    def _first_tokens(self, record: StepRecord) -> None:
+        delays = self._lane.safepoints.stats
+        for request in record.first:
+            delays.first_token(request.info.rid, record.ended_s)
+
+    def trace(self, record: StepRecord) -> None:
+        """Write the spans of a step, while its requests are live."""
+        if self._spans is not None:
+            self._spans.ended(record)
+
+    def publish_if_due(self) -> None:
+        """Publish metrics and spans, if enabled, at most once a second; log warnings."""
         if self._steps is None:
             return
-        self._recompute.ended(record)
-        self._steps.add(record)
-        for observer in (self._latencies, self._spans):
-            if observer is not None:
-                observer.ended(record)
-        self._publish_if_due(time.perf_counter())
-
-    def idle(self) -> None:
-        """Publish if that is due."""
-        if self._steps is not None:
-            self._publish_if_due(time.perf_counter())
-
-    def _publish_if_due(self, now_s: float) -> None:
-        """Publish metrics and spans, if enabled; log warnings."""
+        now_s = time.perf_counter()
         if now_s >= self._next_s:
             self._next_s = now_s + _INTERVAL_S
             self._publish(now_s)

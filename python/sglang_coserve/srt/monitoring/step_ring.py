@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import nlargest
 from itertools import islice
@@ -42,7 +42,8 @@ class _KeptStep(NamedTuple):
     """Computed prompt tokens by rid."""
 
     silent: frozenset[str]
-    """Requests without a token: more of their prompts is still to be computed."""
+    """Requests without a token: more of a prompt is still to be computed, or the request was
+    retracted before its token came."""
 
     new: tuple[RequestInfo, ...]
     first: tuple[str, ...]
@@ -79,39 +80,43 @@ class StepRing:
         begins_s = record.launched_s
         if not record.suspensions:  # A step that may be suspended begins after the step before it.
             begins_s = max(begins_s, self._ended_s)
-        self._ended_s = max(self._ended_s, record.ended_s)
-        has_prompts = record.result.batch.prefill_requests > 0 or record.is_dropped
-        prompts = [one for one in record.requests if one.prompt_tokens] if has_prompts else []
-        self._steps.append(
-            _KeptStep(
-                replace(record, online=(), offline=(), first=()),
-                begins_s,
-                online=tuple([info.rid for info, *_ in record.online]),
-                offline=tuple([info.rid for info, *_ in record.offline]),
-                prompts={one.info.rid: one.prompt_tokens for one in prompts},
-                silent=frozenset([one.info.rid for one in prompts if one.token_s is None]),
-                new=tuple([one.info for one in prompts if one.is_new]),
-                first=tuple([one.info.rid for one in record.first]),
-                last=tuple([one.info.rid for one in record.requests if one.is_last]),
-            )
-        )
+        if not record.is_dropped:  # A dropped step has not run until its drop.
+            self._ended_s = max(self._ended_s, record.ended_s)
+        self._steps.append(_kept(record, begins_s))
 
-    def since(self, at_s: float) -> list[StepDocument]:
-        """Return the steps that ended after ``at_s``, the oldest first. O(kept steps)."""
-        return [_document(kept) for kept in self._steps if kept.record.ended_s >= at_s]
+    def between(
+        self, from_s: float, until_s: float, suspended: StepRecord | None = None
+    ) -> list[StepDocument]:
+        """Return the steps that ended from ``from_s`` on and before ``until_s``, the oldest first.
 
-    def longest_since(self, at_s: float, limit: int) -> StepDocument:
+        ``suspended`` is the record of a suspended step so far. O(kept steps).
+        """
+        return [
+            _document(kept)
+            for kept in self._with(suspended)
+            if from_s <= kept.record.ended_s < until_s
+        ]
+
+    def _with(self, suspended: StepRecord | None) -> Iterable[_KeptStep]:
+        if suspended is None:
+            return self._steps
+        return (*self._steps, _kept(suspended, suspended.launched_s))
+
+    def longest_since(
+        self, at_s: float, limit: int, suspended: StepRecord | None = None
+    ) -> StepDocument:
         """Return the longest of the steps that ended after ``at_s``, in their order, and how many
         were left out. O(kept steps)."""
-        last = [kept for kept in self._steps if kept.record.ended_s >= at_s]
+        last = [kept for kept in self._with(suspended) if kept.record.ended_s >= at_s]
         chosen = nlargest(limit, range(len(last)), key=lambda place: last[place].seconds)
         steps = [_document(last[place]) for place in sorted(chosen)]
         return {"steps": steps, "steps_left_out": len(last) - len(steps)}
 
-    def of_request(self, rid: str) -> StepDocument | None:
+    def of_request(self, rid: str, suspended: StepRecord | None = None) -> StepDocument | None:
         """Return the steps from the arrival of a request to its last token, with and without it.
 
-        None if the request is in no kept step. A story of more than ``_MOST_IN_STORY`` steps has
+        None if the request is in no kept step. ``suspended`` is the record of a suspended step so
+        far. A story of more than ``_MOST_IN_STORY`` steps has
         the longest of them. O(kept steps + steps
         of the request · their requests).
         """
@@ -119,8 +124,9 @@ class StepRing:
         rows: list[_Row] = []
         token_s = None if info is None else info.arrival_s
         is_ended = False
-        for place, kept in enumerate(self._steps):
-            is_in = begin <= place <= end and (rid in kept.online or rid in kept.offline)
+        for place, kept in enumerate(self._with(suspended)):
+            may_be_in = begin <= place <= end or place == len(self._steps)
+            is_in = may_be_in and (rid in kept.online or rid in kept.offline)
             if not is_in and (not rows if info is None else kept.record.ended_s <= info.arrival_s):
                 continue
             has_token = is_in and rid not in kept.silent and not kept.record.is_dropped
@@ -167,12 +173,35 @@ class StepRing:
         return None, 0, -1
 
 
+def _kept(record: StepRecord, begins_s: float) -> _KeptStep:
+    requests = record.requests
+    has_prompts = record.result.batch.prefill_requests > 0 or record.is_dropped
+    prompts = [one for one in requests if one.prompt_tokens] if has_prompts else []
+    result = replace(record.result, served=(), chunks=(), jobs=())
+    return _KeptStep(
+        replace(record, result=result, online=(), offline=(), first=()),
+        begins_s,
+        online=tuple([info.rid for info, *_ in record.online]),
+        offline=tuple([info.rid for info, *_ in record.offline]),
+        prompts={one.info.rid: one.prompt_tokens for one in prompts},
+        silent=frozenset([info.rid for info, token_s, *_ in requests if token_s is None]),
+        new=tuple([one.info for one in prompts if one.is_new]),
+        first=tuple([one.info.rid for one in record.first]),
+        last=tuple([one.info.rid for one in requests if one.is_last]),
+    )
+
+
 def _story(rid: str, rows: Sequence[_Row]) -> StepDocument:
     tokens = [place for place, row in enumerate(rows) if row.has_token]
     before = tokens[0] + 1 if tokens else len(rows)
     parts = [_longest(rows[:before], first=True), _longest(rows[before:], first=False)]
     return {
         "tokens": len(tokens),
+        "computed_before_first_token": sum(
+            row.kept.prompts.get(rid, 0)
+            for row in rows[:before]
+            if row.is_in and not row.kept.record.is_dropped
+        ),
         "gaps_s": [rows[place].gap_s for place in tokens[1:]],
         "with_it": sum(row.is_in for row in rows),
         "without_it": sum(not row.is_in for row in rows),
@@ -190,9 +219,10 @@ def _longest(rows: Sequence[_Row], *, first: bool) -> Sequence[_Row]:
     if len(rows) <= _MOST_IN_STORY // 2:
         return rows
 
-    def rank(place: int) -> tuple[bool, float]:
-        kept, is_in, _, gap_s = rows[place]
-        return first and is_in, kept.seconds if first or gap_s is None else gap_s
+    def rank(place: int) -> tuple[bool, bool, float]:
+        kept, is_in, has_token, gap_s = rows[place]
+        length_s = kept.seconds if first or gap_s is None else gap_s
+        return first and has_token, first and is_in, length_s
 
     chosen = nlargest(_MOST_IN_STORY // 2, range(len(rows)), key=rank)
     return [rows[place] for place in sorted(chosen)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -24,6 +26,27 @@ _MOST_TRACE_S: Final = 600.0
 _MOST_STEPS_S: Final = 60.0
 _MOST_IN_ANSWER: Final = 1000
 
+_SLICE_S: Final = 5.0
+"""Span of the steps of one answer. A scheduler serves no request while it makes an answer: 1 ms for
+a hundred steps."""
+
+_OVERLAP_S: Final = 0.5
+"""Time by which slices overlap, as a question may wait before it is answered."""
+
+
+async def _last_steps(manager: Any, seconds: float) -> list[list[StepDocument]]:
+    """Return the steps of the last ``seconds`` of each replica, the oldest first."""
+    began_s, replicas = time.monotonic(), list[dict[float, StepDocument]]()
+    for number in reversed(range(math.ceil(seconds / _SLICE_S))):
+        late_s = time.monotonic() - began_s
+        from_s = min((number + 1) * _SLICE_S, seconds) + late_s + _OVERLAP_S
+        until_s = number * _SLICE_S + late_s if number else 0.0
+        answers = await ask(manager, LAST_STEPS, from_s, until_s)
+        replicas = replicas or [{} for _ in answers]
+        for steps, answer in zip(replicas, answers, strict=True):
+            steps |= {step["ended_s"]: step for step in answer}
+    return [list(steps.values()) for steps in replicas]
+
 
 def add_step_routes(http_server: Any) -> list[Any]:
     """Add the routes to SGLang's app; return their functions."""
@@ -36,7 +59,7 @@ def add_step_routes(http_server: Any) -> list[Any]:
     @router.get(TRACE_PATH, response_class=Response)
     async def trace(seconds: Annotated[float, Query(gt=0, le=_MOST_TRACE_S)] = 60.0) -> Response:
         """Return the steps of the last `seconds`, as far as they are kept: Trace Event Format."""
-        traces = await ask(manager(), LAST_STEPS, seconds)
+        traces = await _last_steps(manager(), seconds)
         content = await asyncio.to_thread(_file, traces)
         headers = {"content-disposition": 'attachment; filename="coserve-trace.json"'}
         return Response(content, media_type="application/json", headers=headers)

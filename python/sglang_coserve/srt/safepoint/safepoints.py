@@ -79,12 +79,12 @@ class SafepointStats:
         while len(self._awaited) > _SAMPLES:
             self._awaited.popitem(last=False)
 
-    def first_token(self, rid: str, now_s: float) -> None:
-        """Record that a request has got its first token. O(1)."""
+    def first_token(self, rid: str, at_s: float) -> None:
+        """Record that a request got its first token at ``at_s``. O(1)."""
         if (times := self._awaited.pop(rid, None)) is not None:
             arrival_s, stopped_s = times
-            self._delays["stop_to_first_token"].append(now_s - stopped_s)
-            self._delays["arrival_to_first_token"].append(now_s - arrival_s)
+            self._delays["stop_to_first_token"].append(at_s - stopped_s)
+            self._delays["arrival_to_first_token"].append(at_s - arrival_s)
 
     def forget(self, rid: str) -> None:
         """Discard a pending arrival that has ended."""

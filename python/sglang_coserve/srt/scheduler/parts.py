@@ -81,6 +81,9 @@ class CoserveParts(EngineParts):
             answer_aborted=lambda req: self.endings.answer_aborted(req),
         )
         self.background = TaskSupervisor()
+        self._records: list[StepRecord] = []
+        """Records that the observers have not seen."""
+
         self.endings = RequestEndings(scheduler, self.requests, kept=self._kept, tell=self._tell)
         self.admission = self._make_admission()
         self.moves = REQUEST_MOVES.moves(self, self.admission, self.background, self.endings.forget)
@@ -104,15 +107,25 @@ class CoserveParts(EngineParts):
         # The other ranks decide alike.
         if config.record_plans is not None and compat.is_first_rank(scheduler):
             core = recorded(setup, config.record_plans, self.advisory)
-        return Admission(self, core, self.endings.forget, self._observe)
+        return Admission(self, core, self.endings.forget, self._note)
 
-    def _observe(self, record: StepRecord) -> None:
-        """Let the observers take in a step."""
-        self.advisory.tell("status", self.status.ended, record)
-        delays = self.lane.safepoints.stats
-        for request in record.first:
-            rid = request.info.rid
-            self.advisory.tell("safepoint delays", delays.first_token, rid, record.ended_s)
+    def _note(self, record: StepRecord) -> None:
+        """Keep the record of a step for ``observe``."""
+        # Its requests may be forgotten by then, and with them their spans.
+        self.advisory.tell("spans", self.status.trace, record)
+        self._records.append(record)
+
+    def observe(self) -> None:
+        """Let the observers take in the steps that have ended, and publish if that is due.
+
+        To be called while the device is busy: between the arrival of requests and the launch of
+        their step the observers would delay both.
+        """
+        records, self._records = self._records, []
+        for record in records:
+            for part, observe in self.status.observers():
+                self.advisory.tell(part, observe, record)
+        self.advisory.tell("status", self.status.publish_if_due)
 
     def _switched_off(self, part: str, error: Exception) -> None:
         logger.error(

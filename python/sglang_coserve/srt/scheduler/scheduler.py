@@ -137,7 +137,7 @@ class CoserveScheduler(_Hooked):
     def on_idle(self) -> None:
         """Publish metrics, and look for requests that are still known though none is left."""
         super().on_idle()
-        self.parts.advisory.tell("status", self.parts.status.idle)
+        self.parts.observe()
         self.parts.endings.idle()
 
     # --- One step ------------------------------------------------------------------------
@@ -213,7 +213,8 @@ class CoserveScheduler(_Hooked):
         super().process_batch_result(batch, result)
         self._began_offline_alone = False
         self.parts.kv_store.computed(batch)
-        self.parts.tracker.processed(reqs)
+        self.parts.tracker.processed(reqs, time.perf_counter())
+        self.parts.observe()
 
     def publish_load_snapshot(self, force: bool = False) -> Any:
         """Publish the load; after steps with offline prompts alone as often as after decodes."""

@@ -40,6 +40,9 @@ class LiveRequest:
     last_token_s: float | None = None
     """Time of its last token."""
 
+    last_result_s: float | None = None
+    """Time of its last token by the clock of this rank, for observers alone."""
+
     output_tokens: int = 0
     """Length of its output, by the last results."""
 
@@ -49,7 +52,7 @@ class LiveRequest:
     was_whole: bool = False
     """True once all tokens but the last have been computed."""
 
-    def recomputes(self, context_tokens: int, tokens: int) -> int:
+    def note_prefill(self, context_tokens: int, tokens: int) -> int:
         """Record that ``tokens`` tokens behind ``context_tokens`` were computed.
 
         Return how many of them had been computed before: the recompute tax of retraction. Tokens
@@ -149,14 +152,16 @@ class EngineRequests:
         self._tokens[info.request_class] += length_tokens
         return info
 
-    def began(self, req: Req) -> bool:
-        """Record that a request is in a batch; return True if it is in one for the first time."""
+    def note_prompt(self, req: Req) -> bool:
+        """Record that a prompt is in a batch; return True if the request is in one for the first
+        time."""
         live = self.live(req)
-        if live is None or req.rid in self._begun:
+        if live is None:
             return False
-        live.output_tokens = len(req.output_ids)
+        live.output_tokens = len(req.output_ids)  # SGLang may have emptied the output.
+        is_new = req.rid not in self._begun
         self._begun[req.rid] = live
-        return True
+        return is_new
 
     def has_begun(self, rid: str) -> bool:
         """Return whether a request has been part of a batch."""

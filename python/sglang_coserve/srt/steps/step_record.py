@@ -14,7 +14,7 @@ from sglang_coserve.srt.forward_kind import ForwardKind
 
 
 class StepRequest(NamedTuple):
-    """A request of a step. Times are in seconds."""
+    """A request of a step. Times are in seconds, of this rank."""
 
     info: RequestInfo
     token_s: float | None
@@ -52,7 +52,10 @@ class Suspension(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step that the engine has run, or has suspended and dropped. Times are in seconds."""
+    """A step that the engine has run, or has suspended and dropped.
+
+    Times are in seconds, of this rank. The times in ``result`` are the same on all ranks.
+    """
 
     result: StepResult
     """The part from which the core learns."""
@@ -61,7 +64,7 @@ class StepRecord:
     """The plan of the step; None if SGLang alone composed the step."""
 
     kind: ForwardKind | None = None
-    """The kind of its batch; None if nothing ran, or for a batch of another kind."""
+    """The kind of its batch; None if nothing ran, or if the batch has no ``ForwardKind``."""
 
     launched_s: float = 0.0
     """Time at which the host began to launch its batch, for the first time if it was suspended."""
@@ -76,11 +79,11 @@ class StepRecord:
     """Its online requests, without requests that were aborted before its results came."""
 
     offline: tuple[StepRequest, ...] = ()
-    """Its offline requests, likewise. A dropped step has only the prompts, whose tokens are
-    lost."""
+    """Its offline requests, without aborted ones. In the record of a dropped step decodes are
+    missing, and ``prompt_tokens`` are lost."""
 
     first: tuple[StepRequest, ...] = ()
-    """Requests that got their first token in this engine."""
+    """Requests that got a token in this step, their first in this engine."""
 
     suspensions: tuple[Suspension, ...] = ()
     left: tuple[RequestInfo, ...] = ()

@@ -62,7 +62,7 @@ class TrackedStep:
         self.result = replace(self.result, **values)
 
     def ran(self, seconds: float) -> None:
-        """Add the time of its next part; 0 if unknown."""
+        """Add the measured time of its next part; ``seconds`` is 0 if the time is unknown."""
         self.untimed_parts -= 1
         if seconds > 0 and not self.result.batch.is_empty:
             self.learn(seconds=(self.result.seconds or 0.0) + seconds)
@@ -72,6 +72,12 @@ class TrackedStep:
         assert self.stopped is not None
         self.suspensions.append(Suspension(*self.stopped, now_s))
         self.stopped = None
+
+    def suspended_record(self, now_s: float) -> StepRecord:
+        """Return the record of the step, which is suspended at ``now_s``, so far."""
+        assert self.stopped is not None
+        stops = (*self.suspensions, Suspension(*self.stopped, now_s))
+        return replace(self.record(), suspensions=stops, ended_s=now_s)
 
     def record(self) -> StepRecord:
         """Return the record, as far as it is known."""
@@ -87,6 +93,18 @@ class TrackedStep:
             first=self.first,
             suspensions=tuple(self.suspensions),
         )
+
+
+class _Processed(NamedTuple):
+    """A step whose results SGLang has processed since the last pass."""
+
+    step: TrackedStep
+    reqs: Sequence[Req] = ()
+    output_tokens: Sequence[int] = ()
+    """Length of the output of each request."""
+
+    ended_s: float = 0.0
+    """Time of the results, of this rank."""
 
 
 class StepTracker:
@@ -110,9 +128,12 @@ class StepTracker:
     def __init__(
         self, requests: EngineRequests, *, is_overlapped: bool, micro_batches: int = 1
     ) -> None:
-        """``requests`` has the live ones; the times of their tokens are recorded in it.
+        """Track no step yet.
 
-        ``is_overlapped``: the host runs ahead of the device.
+        Args:
+            requests: The live requests; the tracker records the times of their tokens.
+            is_overlapped: True if the host runs ahead of the device.
+            micro_batches: Micro-batches of a pipeline; 1 without a pipeline.
         """
         self._requests = requests
         self._is_overlapped = is_overlapped
@@ -130,9 +151,7 @@ class StepTracker:
         self._running: deque[TrackedStep] = deque()
         """Launched batches whose results are pending, in order."""
 
-        self._processed: list[tuple[TrackedStep, Sequence[Req], Sequence[int]]] = []
-        """Steps with results since the last pass: the requests of the batch, and the length of the
-        output of each in tokens."""
+        self._processed: list[_Processed] = []
 
         self._open: deque[TrackedStep] = deque()
         self._ended: list[Req] = []
@@ -156,8 +175,8 @@ class StepTracker:
             parts_s = [now_s - self._pass_s if is_one else 0.0] * len(self._untimed)
         for part_s in parts_s:
             self._untimed.popleft().ran(part_s)
-        for step, reqs, tokens in self._processed:
-            self._note_results(step, reqs, tokens, now_s if results_s is None else results_s)
+        for processed in self._processed:
+            self._note_results(processed, now_s if results_s is None else results_s)
         self._processed.clear()
         self._pass_s = now_s
         records = []
@@ -175,8 +194,8 @@ class StepTracker:
     def kept(self) -> Iterator[Req]:
         """Yield the requests whose results came since the last pass, ended ones among them."""
         yield from self._ended
-        for _, reqs, _ in self._processed:
-            yield from reqs
+        for processed in self._processed:
+            yield from processed.reqs
 
     def decided(self, now_s: float) -> None:
         """Note that what is to be run in this pass was decided by now."""
@@ -204,6 +223,7 @@ class StepTracker:
             )
             prompts = self._prompts(batch)
             step = TrackedStep(result, plan, kind, prompts, has_results=not batch)
+            step.launched_s = step.ended_s = self._pass_s
             self._open.append(step)
         self._last.append(step)
         if batch:
@@ -230,10 +250,10 @@ class StepTracker:
         """Return the pieces of prompts in a batch by rid, and note who begins."""
         if not batch or not batch.forward_mode.is_extend():
             return {}
-        began = self._requests.began
+        is_new = self._requests.note_prompt
         lens = zip(batch.extend_lens, batch.prefix_lens, strict=True)
         return {
-            req.rid: _Prompt(tokens, context_tokens, began(req))
+            req.rid: _Prompt(tokens, context_tokens, is_new(req))
             for req, (tokens, context_tokens) in zip(prefilled(batch), lens, strict=False)
         }
 
@@ -264,7 +284,7 @@ class StepTracker:
         lost = StepResult(result.step, result.started_s, seconds, dropped=tuple(rids))
         known = [(self._requests.get(rid), prompt) for rid, prompt in step.prompts.items()]
         requests = [
-            StepRequest(live.info, None, live.last_token_s, *prompt[:2], is_new=prompt.is_new)
+            StepRequest(live.info, None, live.last_result_s, *prompt[:2], is_new=prompt.is_new)
             for live, prompt in known
             if live is not None
         ]
@@ -273,15 +293,17 @@ class StepTracker:
 
     def stopped(self) -> None:
         """Record that the oldest pending batch has no results: it was suspended."""
-        self._processed.append((self._running.popleft(), (), ()))
+        self._processed.append(_Processed(self._running.popleft()))
 
-    def processed(self, reqs: Sequence[Req]) -> None:
+    def processed(self, reqs: Sequence[Req], now_s: float) -> None:
         """Record that SGLang has processed the results of the oldest pending batch. O(requests).
 
-        ``reqs`` are the requests of the batch; the sequence must not change.
+        Args:
+            reqs: The requests of the batch; the sequence must not change.
+            now_s: The time of this rank.
         """
         tokens = [len(req.output_ids) for req in reqs]
-        self._processed.append((self._running.popleft(), reqs, tokens))
+        self._processed.append(_Processed(self._running.popleft(), reqs, tokens, now_s))
 
     def _note_round(self, now_s: float) -> None:
         """Set the duration of the current micro-batch's last step, and what overlapped with it."""
@@ -298,13 +320,12 @@ class StepTracker:
         if not step.result.batch.is_empty and seconds > 0:
             step.learn(seconds=seconds)
 
-    def _note_results(
-        self, step: TrackedStep, reqs: Sequence[Req], output_tokens: Sequence[int], now_s: float
-    ) -> None:
+    def _note_results(self, processed: _Processed, now_s: float) -> None:
         """Note the requests of a step and their tokens, which came at ``now_s``. O(requests).
 
         Runs for every request of every step, so it calls nothing for a decode.
         """
+        step, reqs, output_tokens, ended_s = processed
         known, prompts = self._requests.by_rid, step.prompts
         online: list[StepRequest] = []
         offline: list[StepRequest] = []
@@ -317,30 +338,32 @@ class StepTracker:
             live = known.get(req.rid)
             if live is None or live.req is not req:
                 continue  # It was aborted meanwhile, and another one may have its rid.
-            info, last_s, token_s = live.info, live.last_token_s, None
-            if num_tokens > live.output_tokens:
+            info, last_s = live.info, live.last_result_s
+            has_token = num_tokens > live.output_tokens
+            if has_token:
                 live.output_tokens = num_tokens
-                live.last_token_s = token_s = now_s
+                live.last_token_s, live.last_result_s = now_s, ended_s
             if prompts:
                 prompt = prompts.get(info.rid, _NO_PROMPT)
-                again = live.recomputes(prompt.context_tokens, prompt.tokens)
+                again = live.note_prefill(prompt.context_tokens, prompt.tokens)
             tokens, context_tokens, is_new = prompt
             is_last = req.finished_reason is not None
+            token_s = ended_s if has_token else None
             values = (info, token_s, last_s, tokens, context_tokens, again, is_new, is_last)
             request = new(StepRequest, values)
             if live.is_online:
                 online.append(request)
-                served.append(new(ServedRequest, (info, token_s)))
+                served.append(new(ServedRequest, (info, now_s if has_token else None)))
             else:
                 offline.append(request)
                 tokens_of[info.job] = tokens_of.get(info.job, 0) + (tokens or 1)
-            if last_s is None and token_s is not None:
-                live.first_token_s = token_s
+            if last_s is None and has_token:
+                live.first_token_s = now_s
                 first.append(request)
             if is_last:
                 self._ended.append(req)
         step.has_results = True
-        step.ended_s = now_s
+        step.ended_s = ended_s
         step.online, step.offline, step.first = tuple(online), tuple(offline), tuple(first)
         if step.result.batch.is_empty:
             tokens_of.clear()

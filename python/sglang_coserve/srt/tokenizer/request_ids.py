@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
 from asgi_correlation_id import correlation_id
 
 _MOST_IDS: Final = 1 << 13
-"""Of the newest requests: 4 MB at most. An older request has no step that is kept, in general."""
+"""Of the newest requests: 8 MB at most. An older request has no step that is kept, in general."""
 
 _MOST_OF_ONE: Final = 16
 """Requests of one ``x-request-id``: prompts and choices of one call, or a client's mistake."""
@@ -23,15 +23,15 @@ class RequestIds:
     """
 
     def __init__(self) -> None:
-        self._engine_ids: OrderedDict[str, deque[str]] = OrderedDict()
+        self._engine_ids: OrderedDict[str, tuple[str, ...]] = OrderedDict()
 
     def sending(self, rid: str) -> None:
         """Note the engine's id of a request that is sent for the client of this context. O(1)."""
         sent_id = correlation_id.get()
         if sent_id is None or sent_id == rid:  # A batch's line has one id.
             return
-        ids = self._engine_ids.setdefault(sent_id, deque(maxlen=_MOST_OF_ONE))
-        ids.append(rid)
+        ids = self._engine_ids.get(sent_id, ())
+        self._engine_ids[sent_id] = (*ids, rid)[-_MOST_OF_ONE:]
         self._engine_ids.move_to_end(sent_id)
         if len(self._engine_ids) > _MOST_IDS:
             self._engine_ids.popitem(last=False)
