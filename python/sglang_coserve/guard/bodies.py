@@ -60,7 +60,7 @@ _MULTIMODAL_BYTES: Final = 64 << 20
 def body_limits(manager: Any) -> BodyLimits:
     """Return the limits of request bodies for the model of a tokenizer manager."""
     most, default = max_tokens(manager), BodyLimits()
-    max_bytes = max(default.max_bytes, _BYTES_PER_TOKEN * most)
+    max_bytes = most_text_chars(manager)
     if manager.model_config.is_multimodal:
         max_bytes = max(max_bytes, _MULTIMODAL_BYTES)
     # Room for a prompt of token ids and its other fields.
@@ -69,6 +69,11 @@ def body_limits(manager: Any) -> BodyLimits:
     return replace(
         default, max_bytes=max_bytes, max_values=max_values, context_tokens=context_tokens
     )
+
+
+def most_text_chars(manager: Any) -> int:
+    """Return the most characters of texts that are tokenized at once, as in bodies of texts."""
+    return max(BodyLimits().max_bytes, _BYTES_PER_TOKEN * max_tokens(manager))
 
 
 def max_tokens(manager: Any) -> int:

@@ -21,12 +21,14 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.utils import msgpack_decode_explained
 
 from sglang_coserve.errors import RequestError
+from sglang_coserve.guard.bodies import most_text_chars
 from sglang_coserve.guard.engine_limits import ModelLimits, check_request, check_values
 from sglang_coserve.guard.grammar_process import GrammarSettings
 from sglang_coserve.guard.grammars import GrammarTrials
 from sglang_coserve.guard.media_sources import MediaSources
 from sglang_coserve.guard.sampling import give_each_choice_its_seed
 from sglang_coserve.guard.sizes import begin_sizes
+from sglang_coserve.guard.text_size import bound_texts
 from sglang_coserve.guard.threaded_handlers import LARGE_CHARS, finished
 
 _MALFORMED: Final = (
@@ -64,6 +66,7 @@ class GuardedTokenizerManager(TokenizerManager):
         ``settings`` are SGLang's in effect.
         """
         self._media = MediaSources.named(media_sources)
+        bound_texts(self.tokenizer, lambda: most_text_chars(self))
         if settings.grammar_backend == "xgrammar" and self.tokenizer is not None:
             of_grammars = GrammarSettings(
                 self.tokenizer,
