@@ -15,6 +15,10 @@ _ENCODE: Final = "_encode_plus"
 """The method by which tokenizers of transformers encode texts, whichever method was called."""
 
 
+_unbounded: dict[type, Callable[..., Any]] = {}
+"""The methods of the classes that have a bound."""
+
+
 def bound_texts(tokenizer: Any, most_chars: Callable[[], int]) -> None:
     """Have all tokenizers of the class of ``tokenizer`` in this process refuse long texts.
 
@@ -28,7 +32,8 @@ def bound_texts(tokenizer: Any, most_chars: Callable[[], int]) -> None:
     for kind in type(tokenizer).__mro__:
         encode = vars(kind).get(_ENCODE)
         if encode is not None:
-            setattr(kind, _ENCODE, _bounded(getattr(encode, "__wrapped__", encode), most_chars))
+            unbounded = _unbounded.setdefault(kind, encode)
+            setattr(kind, _ENCODE, _bounded(unbounded, most_chars))
             return
 
 
