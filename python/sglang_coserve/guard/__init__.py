@@ -9,5 +9,6 @@ It knows SGLang, but nothing of co-serving. An annex: ``setup`` is registered in
 - ``tokenizer_manager``: where all requests pass, and these are called.
 - ``grammars``, ``grammar_process``: the grammar that its output is to have.
 - ``sampling``: what a request's logits may do to the others of its batch; its seed.
-- ``compat``: what it asks of the installed version of SGLang.
+- ``compat``: differences between versions of SGLang.
+- ``text_size``: the length of texts before they are tokenized.
 """

@@ -27,7 +27,7 @@ def end_of_stream(parser: type) -> Any:
 
 
 def replace_end_of_stream(parser: type, method: Any) -> None:
-    """Let ``method`` take the place of ``end_of_stream``, which there is."""
+    """Let ``method`` take the place of the method that ``end_of_stream`` has found."""
     name = _end_of_stream(parser)
     assert name is not None
     setattr(parser, name, method)

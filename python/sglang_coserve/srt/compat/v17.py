@@ -84,7 +84,7 @@ def _fill_token_ids_logprobs(logits_output: Any) -> None:
 
 
 def results_in_flight(scheduler: Any) -> Sequence[tuple[ScheduleBatch, Any]]:
-    """As in ``v23``; only the overlapped loop has a queue of them."""
+    """See ``v23``. Loops without overlap have no queue of results."""
     results: Sequence[tuple[ScheduleBatch, Any]] = getattr(scheduler, "result_queue", ())
     return results
 
@@ -391,7 +391,7 @@ def _alloc_decode(
 
 
 def hooked_tokenizer_manager(kind: type[TokenizerManager]) -> type:
-    """As in ``v23``; there are no sessions here, and nobody is told of the end."""
+    """See ``v23``. This version has no sessions, and tells no manager of the end."""
     return kind
 
 

@@ -70,10 +70,9 @@ class LatencyHistograms:
 
     def ended(self, record: StepRecord) -> None:
         """Record the requests that began in a step, and their tokens. O(requests)."""
-        if record.result.batch.prefill_requests or record.is_dropped:
-            for request in record.requests:
-                if request.is_new:
-                    self._begun(request, record.launched_s)
+        for request in record.prompts:
+            if request.is_new:
+                self._begun(request, record.launched_s)
         for request in record.first:
             waited_s = record.ended_s - request.info.arrival_s
             self.ttft[request.info.request_class.value].add(max(0.0, waited_s))

@@ -19,16 +19,13 @@ class RecomputeMeter:
         """Count a step. O(its requests)."""
         if record.is_dropped:
             return
-        has_prompts = record.result.batch.prefill_requests > 0
-        for request_class, requests in (
-            (RequestClass.ONLINE, record.online),
-            (RequestClass.OFFLINE, record.offline),
-        ):
-            self._computed_tokens[request_class] += len(requests)  # A decode computes one token.
-            for request in requests if has_prompts else ():
-                if request.prompt_tokens:
-                    self._computed_tokens[request_class] += request.prompt_tokens - 1
-                    self._recomputed_tokens[request_class] += request.recomputed_tokens
+        # A decode computes one token.
+        self._computed_tokens[RequestClass.ONLINE] += len(record.online)
+        self._computed_tokens[RequestClass.OFFLINE] += len(record.offline)
+        for request in record.prompts:
+            request_class = request.info.request_class
+            self._computed_tokens[request_class] += request.prompt_tokens - 1
+            self._recomputed_tokens[request_class] += request.recomputed_tokens
 
     def state(self) -> dict[str, dict[str, float]]:
         """Return what ``/coserve/status`` says of each class (docs/metrics.md). O(1)."""

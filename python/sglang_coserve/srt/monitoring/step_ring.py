@@ -175,8 +175,7 @@ class StepRing:
 
 def _kept(record: StepRecord, begins_s: float) -> _KeptStep:
     requests = record.requests
-    has_prompts = record.result.batch.prefill_requests > 0 or record.is_dropped
-    prompts = [one for one in requests if one.prompt_tokens] if has_prompts else []
+    prompts = record.prompts
     result = replace(record.result, served=(), chunks=(), jobs=())
     return _KeptStep(
         replace(record, result=result, online=(), offline=(), first=()),

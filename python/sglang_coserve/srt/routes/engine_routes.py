@@ -1,9 +1,8 @@
-"""What the engine says of itself: ``/coserve/load``, and the operator's page.
+"""The engine's load, ``/coserve/load``, and the operator's page.
 
-The load is for gateways and autoscalers.
-``/coserve``, the page, and ``/coserve/view``, what it shows, are served before SGLang checks
-keys: a browser cannot send one with the address of a page, and what is shown depends on whose key
-it is. The page itself holds nothing of the server.
+Gateways and autoscalers read the load. The page (``/coserve``) and its figures (``/coserve/view``)
+are served before SGLang checks keys. A browser cannot send a key with the address of a page, so the
+page itself holds nothing of the server. The figures depend on the key.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class OfflineLane:
         suspended = self.suspended
         if suspended is None:
             return None
-        result = suspended.tracked.result
+        result = suspended.tracked.record.result
         assert result.step is not None, "only planned steps are suspended"
         share = suspended.layer / self.safepoints.num_layers
         return SuspendedStep(result.step, result.batch, share)

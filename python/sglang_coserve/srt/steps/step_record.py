@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +94,13 @@ class StepRecord:
     def requests(self) -> tuple[StepRequest, ...]:
         """Its requests of both classes. O(requests)."""
         return self.online + self.offline
+
+    @property
+    def prompts(self) -> Sequence[StepRequest]:
+        """Its requests with prompt tokens. O(requests) if there are any, else O(1)."""
+        if not self.result.batch.prefill_requests and not self.is_dropped:
+            return ()
+        return [request for request in self.requests if request.prompt_tokens]
 
     @property
     def is_dropped(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, StepPlan, StepResult
@@ -33,11 +33,9 @@ _NO_PROMPT = _Prompt(0, 0, is_new=False)
 class TrackedStep:
     """A step whose record is not complete yet."""
 
-    result: StepResult
-    """The part of the record for the core, as far as it is known."""
+    record: StepRecord
+    """The record, as far as it is known."""
 
-    plan: StepPlan | None
-    kind: ForwardKind | None
     prompts: Mapping[str, _Prompt]
     """Pieces of prompts by rid."""
 
@@ -47,52 +45,34 @@ class TrackedStep:
     untimed_parts: int = 0
     """Launched parts whose times are not known yet."""
 
-    launched_s: float = 0.0
-    paced_s: float = 0.0
-    ended_s: float = 0.0
-    online: tuple[StepRequest, ...] = ()
-    offline: tuple[StepRequest, ...] = ()
-    first: tuple[StepRequest, ...] = ()
-    suspensions: list[Suspension] = field(default_factory=list)
     stopped: tuple[int, float] | None = None
     """The layer and the time at which the step was suspended; None unless it is suspended."""
 
+    def note(self, **values: Any) -> None:
+        """Set fields of its record."""
+        self.record = replace(self.record, **values)
+
     def learn(self, **values: Any) -> None:
         """Set fields of its result."""
-        self.result = replace(self.result, **values)
+        self.note(result=replace(self.record.result, **values))
 
     def ran(self, seconds: float) -> None:
         """Add the measured time of its next part; ``seconds`` is 0 if the time is unknown."""
         self.untimed_parts -= 1
-        if seconds > 0 and not self.result.batch.is_empty:
-            self.learn(seconds=(self.result.seconds or 0.0) + seconds)
+        result = self.record.result
+        if seconds > 0 and not result.batch.is_empty:
+            self.learn(seconds=(result.seconds or 0.0) + seconds)
+
+    def suspended_record(self, now_s: float) -> StepRecord:
+        """Return the record of the step, which is suspended, as if it went on at ``now_s``."""
+        assert self.stopped is not None
+        stops = (*self.record.suspensions, Suspension(*self.stopped, now_s))
+        return replace(self.record, suspensions=stops, ended_s=now_s)
 
     def goes_on(self, now_s: float) -> None:
         """Note that the suspended step is resumed, or dropped."""
-        assert self.stopped is not None
-        self.suspensions.append(Suspension(*self.stopped, now_s))
+        self.record = self.suspended_record(now_s)
         self.stopped = None
-
-    def suspended_record(self, now_s: float) -> StepRecord:
-        """Return the record of the step, which is suspended at ``now_s``, so far."""
-        assert self.stopped is not None
-        stops = (*self.suspensions, Suspension(*self.stopped, now_s))
-        return replace(self.record(), suspensions=stops, ended_s=now_s)
-
-    def record(self) -> StepRecord:
-        """Return the record, as far as it is known."""
-        return StepRecord(
-            result=self.result,
-            plan=self.plan,
-            kind=self.kind,
-            launched_s=self.launched_s,
-            ended_s=self.ended_s,
-            paced_s=self.paced_s,
-            online=self.online,
-            offline=self.offline,
-            first=self.first,
-            suspensions=tuple(self.suspensions),
-        )
 
 
 class _Processed(NamedTuple):
@@ -181,7 +161,7 @@ class StepTracker:
         self._pass_s = now_s
         records = []
         while self._open and not self._open[0].untimed_parts and self._open[0].has_results:
-            records.append(self._open.popleft().record())
+            records.append(self._open.popleft().record)
         if records:
             records[-1] = replace(records[-1], left=self._requests.take_left())
         return records
@@ -221,9 +201,8 @@ class StepTracker:
             result = StepResult(
                 number, self._pass_s, batch=stats, chunks=chunks, planning_s=planning_s
             )
-            prompts = self._prompts(batch)
-            step = TrackedStep(result, plan, kind, prompts, has_results=not batch)
-            step.launched_s = step.ended_s = self._pass_s
+            record = StepRecord(result, plan, kind, launched_s=self._pass_s, ended_s=self._pass_s)
+            step = TrackedStep(record, self._prompts(batch), has_results=not batch)
             self._open.append(step)
         self._last.append(step)
         if batch:
@@ -242,7 +221,7 @@ class StepTracker:
         if step is None:
             return
         if step.stopped is None:
-            step.launched_s, step.paced_s = now_s, paced_s
+            step.note(launched_s=now_s, paced_s=paced_s)
         else:
             step.goes_on(now_s)
 
@@ -269,7 +248,7 @@ class StepTracker:
 
     def resumed(self, step: TrackedStep) -> None:
         """Record that this pass resumes a suspended step."""
-        step.learn(suspensions=step.result.suspensions + 1)
+        step.learn(suspensions=step.record.result.suspensions + 1)
         self._resumed = step
 
     def dropped(self, step: TrackedStep, rids: Sequence[str], now_s: float) -> StepRecord:
@@ -278,7 +257,7 @@ class StepTracker:
         ``now_s`` is the time of this rank.
         """
         step.goes_on(now_s)
-        result = step.result
+        result = step.record.result
         # What it ran is lost, and not known before the device has told.
         seconds = None if step.untimed_parts else result.seconds
         lost = StepResult(result.step, result.started_s, seconds, dropped=tuple(rids))
@@ -288,8 +267,7 @@ class StepTracker:
             for live, prompt in known
             if live is not None
         ]
-        record = step.record()
-        return replace(record, result=lost, ended_s=now_s, offline=tuple(requests))
+        return replace(step.record, result=lost, offline=tuple(requests))
 
     def stopped(self) -> None:
         """Record that the oldest pending batch has no results: it was suspended."""
@@ -312,12 +290,13 @@ class StepTracker:
         step = passes[place] if place >= 0 else None
         if step is None:
             return
-        batches = [StepStats() if other is None else other.result.batch for other in passes]
+        batches = [StepStats() if other is None else other.record.result.batch for other in passes]
         nothing = [StepStats()] * (before - place)
         step.untimed_parts = 0
         step.learn(overlapping=(*nothing, *batches[:place], *batches[place + 1 :]))
-        seconds = now_s - step.result.started_s
-        if not step.result.batch.is_empty and seconds > 0:
+        result = step.record.result
+        seconds = now_s - result.started_s
+        if not result.batch.is_empty and seconds > 0:
             step.learn(seconds=seconds)
 
     def _note_results(self, processed: _Processed, now_s: float) -> None:
@@ -363,12 +342,17 @@ class StepTracker:
             if is_last:
                 self._ended.append(req)
         step.has_results = True
-        step.ended_s = ended_s
-        step.online, step.offline, step.first = tuple(online), tuple(offline), tuple(first)
-        if step.result.batch.is_empty:
+        result = step.record.result
+        if result.batch.is_empty:
             tokens_of.clear()
         jobs = tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])
-        step.learn(served=tuple(served), jobs=jobs)
+        step.note(
+            result=replace(result, served=tuple(served), jobs=jobs),
+            ended_s=ended_s,
+            online=tuple(online),
+            offline=tuple(offline),
+            first=tuple(first),
+        )
 
 
 def _content(
