@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -51,14 +52,10 @@ def watch_server(flags: TopFlags) -> None:
         ServerError: it does not answer, or what it says cannot be shown.
     """
     try:
-        call_server(flags, lambda api: _watch(api, flags))
+        with showing_answers(flags):
+            call_server(flags, lambda api: _watch(api, flags))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ServerError(
-            f"{flags.base_url}: what the server says cannot be shown ({error!r}): is it of the same"
-            " version as this command?"
-        ) from error
 
 
 async def _watch(api: BatchApi, flags: TopFlags) -> None:
@@ -240,6 +237,22 @@ def call_server(
             return await do(api)
 
     return asyncio.run(run())
+
+
+@contextmanager
+def showing_answers(flags: ServerFlags) -> Iterator[None]:
+    """Tell an answer in a form that this version does not know from a fault of this command.
+
+    Raises:
+        ServerError: the answer could not be shown.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ServerError(
+            f"{flags.base_url}: what the server says cannot be shown ({error!r}): is it of the same"
+            " version as this command?"
+        ) from error
 
 
 def _show(batch: Batch, as_text: Callable[[Batch], str], flags: BatchFlags) -> None:

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from sglang_coserve.cli.batches import call_server
+from sglang_coserve.cli.batches import call_server, showing_answers
 from sglang_coserve.cli.console import ServerFlags, say, takes
-from sglang_coserve.errors import ServerError
 from sglang_coserve.terminal import flag
 
 
@@ -43,10 +42,5 @@ def why(
     if flags.as_json:
         typer.echo(json.dumps(found))
         return
-    try:
+    with showing_answers(flags):
         say("\n\n".join(explanation_text(each) for each in found["requests"]))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ServerError(
-            f"{flags.base_url}: what the server says cannot be shown ({error!r}): is it of the same"
-            " version as this command?"
-        ) from error
