@@ -11,6 +11,7 @@ import pytest
 
 from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.core.control.slo import parse_slo
+from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
@@ -246,6 +247,22 @@ def test_an_offline_step_goes_on_between_the_tokens_of_a_decode() -> None:
     assert engine.counters.busy_s == pytest.approx(
         0.160 + 0.012 + 0.001 * engine.counters.suspensions
     )
+
+
+def test_a_step_that_streams_leave_no_time_is_computed_again_beside_them() -> None:
+    # A decode takes 2.1 ms, twice as long at most beside offline work: too short for two of the ten
+    # layers, which take 11 ms. 20 prompt tokens fit beside the decode.
+    background, stream = offline("f", 800, 1), online("n", 10, 2000, arrival_s=0.020)
+    model = PolynomialModel.of(compute_token_s=1e-4, iteration_s=0.002)
+    config = replace(safepoints(), kv_capacity_tokens=4000)
+    pace = SchedulerConfig(stream_slowdown=1.0)
+    engine = engine_of(
+        background, stream, policy="coserve", model=model, config=config, scheduler_config=pace
+    )
+    run_out(engine)
+    assert (engine.counters.suspensions, engine.counters.drops) == (1, 1)
+    assert 1.0 < background.token_times_s[0] < 1.3
+    assert stream.token_times_s[-1] > 4.0
 
 
 def test_a_suspended_step_is_dropped_for_memory_only() -> None:

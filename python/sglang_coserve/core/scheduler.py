@@ -23,6 +23,7 @@ from sglang_coserve.core.planning.lanes import (
     offline_left_s,
     reaches_safepoint,
     stop_share,
+    waits_in_vain,
 )
 from sglang_coserve.core.planning.step_builder import PlanContext, StepBuilder
 from sglang_coserve.core.policy import Policy
@@ -200,6 +201,8 @@ class Scheduler:
             return self._compose_offline(shared).build(snapshot.begins_s + left_s)
         if left_s is not None and reaches_safepoint(shared, left_s):
             return self._resume(snapshot.suspended, snapshot.begins_s + left_s)
+        if waits_in_vain(shared):
+            return StepPlan(step=self._next_step, drops=True)
         has_prompts = shared.has_online_prompts
         can_resume = not is_stuck(shared)
         # Otherwise no part of the suspended step fits between two decodes, and paused

@@ -125,6 +125,9 @@ class SuspendedStep:
     done_share: float
     """Share of its layers that has been computed, 0 to 1."""
 
+    since_s: float
+    """When it was suspended last."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:

@@ -192,6 +192,7 @@ class SimEngine:
         batch.spent_s += seconds
         self.now_s = start_s + seconds
         if plan.lane is Lane.OFFLINE:
+            batch.suspended_s = self.now_s
             executor.suspended = batch if share < 1.0 else None
 
     def _share_done(

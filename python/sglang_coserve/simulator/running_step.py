@@ -45,6 +45,9 @@ class RunningStep:
     suspensions: int = 0
     """How often it was suspended and resumed."""
 
+    suspended_s: float = 0.0
+    """When it was suspended last."""
+
     spent_s: float = 0.0
     """Time that it has run, including its resumptions."""
 
@@ -62,7 +65,7 @@ class RunningStep:
 
     def suspended(self) -> SuspendedStep:
         """Return it as the suspended step of a snapshot."""
-        return SuspendedStep(self.plan.step, self.plan.batch, self.done_share)
+        return SuspendedStep(self.plan.step, self.plan.batch, self.done_share, self.suspended_s)
 
     def result(self, end_s: float) -> StepResult:
         """Return its result, after ``Executor.end``. O(chunks + online requests)."""

@@ -34,7 +34,7 @@ WORK = StepStats.of([(1000, 0)])
 
 def seen(*requests: Request, done_share: float | None = None, **engine: float) -> EngineSnapshot:
     """An engine whose steps have four safepoints."""
-    suspended = None if done_share is None else SuspendedStep(7, WORK, done_share)
+    suspended = None if done_share is None else SuspendedStep(7, WORK, done_share, since_s=0.0)
     settings = {"stop_share": 0.25, "resume_s": 0.001, **engine}
     return snapshot(*requests, suspended=suspended, **settings)
 
@@ -129,6 +129,41 @@ def test_a_suspended_step_is_dropped_only_if_all_else_is_not_enough() -> None:
     assert not plan.retract
 
 
+@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
+@pytest.mark.parametrize("own_s", [None, 0.02])
+def test_a_step_that_waits_in_vain_is_dropped(policy: str, own_s: float | None) -> None:
+    """Streams that never pause would keep it for minutes, with its requests.
+
+    Its parts take 55 ms: too long for streams that decode every 60 ms, and for one that asks for
+    20 ms.
+    """
+    core = scheduler(policy, targets=SloTargets(1.0, 0.1 if own_s else 0.06))
+
+    def plan_at(now_s: float, *more: Request) -> StepPlan:
+        stream = online(100, DECODING, last_token_s=now_s, first_token_s=now_s - 0.5, tpot_s=own_s)
+        return plan_of(
+            core, replace(seen(stream, *more, done_share=0.5), now_s=now_s, stop_share=0.5)
+        )
+
+    early, late = plan_at(0.9), plan_at(1.1)
+    assert (early.drops, early.batch.decode_requests) == (False, 1)
+    assert (late.drops, late.is_idle) == (True, True)
+    assert not plan_at(1.1, online(100, arrival_s=1.1)).drops
+
+
+def test_a_step_that_can_be_resumed_is_not_dropped_however_long_it_has_waited() -> None:
+    plan = plan_of(scheduler("coserve"), replace(seen(done_share=0.5), now_s=100.0))
+    assert (plan.resumes, plan.drops) == (True, False)
+
+
+def test_offline_work_joins_streams_that_leave_a_part_no_time_of_their_own() -> None:
+    """Own targets too strict for a part of the step: offline work runs beside the decodes."""
+    stream = online(100, DECODING, tpot_s=0.05)
+    paused = offline(100, PAUSED)
+    plan = plan_of(scheduler("coserve"), seen(stream, paused, done_share=0.5, stop_share=0.5))
+    assert plan.resume == (paused.info.rid,)
+
+
 def test_nothing_of_the_lane_begins_while_an_online_request_waits_for_memory() -> None:
     """So a step that was dropped for it is not begun, and dropped, again and again."""
     core = scheduler("coserve", queued(50))
@@ -177,7 +212,8 @@ def test_decodes_that_run_to_their_end_are_as_short_as_what_an_arrival_may_wait(
 
 def test_decodes_that_run_to_their_end_are_not_begun_before_a_decode_that_is_due() -> None:
     work = StepStats(decode_requests=8, decode_context_tokens=8000)
-    engine = replace(seen(online(100, DECODING)), now_s=0.08, suspended=SuspendedStep(7, work, 0.0))
+    suspended = SuspendedStep(7, work, 0.0, since_s=0.0)
+    engine = replace(seen(online(100, DECODING)), now_s=0.08, suspended=suspended)
     model = PolynomialModel.of(context_token_s=3e-6)
     core = scheduler("coserve", model=model)
     assert plan_of(core, engine).resumes

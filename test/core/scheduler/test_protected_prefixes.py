@@ -270,7 +270,7 @@ def test_while_reuse_is_unknown_a_quarter_is_for_offline_requests(
 def test_requests_of_a_suspended_step_are_not_among_them() -> None:
     """They hold KV, but do no work until their step goes on."""
     brain = chatted(20_000, NEW)
-    suspended = SuspendedStep(7, StepStats.of(decodes=[100] * 60), 0.5)
+    suspended = SuspendedStep(7, StepStats.of(decodes=[100] * 60), 0.5, since_s=0.0)
     prompt = online(100, arrival_s=100.0)
     plans = [
         brain.plan(seen_at(100.0, prompt, stop_share=0.25, suspended=step), NO_CACHE)

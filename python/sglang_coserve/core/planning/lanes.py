@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step_stats import StepStats
+
+_PATIENCE_S: Final = 1.0
+"""Seconds that a suspended step waits for its next part while only streams run."""
 
 
 def offline_left_s(batch: StepBuilder) -> float | None:
@@ -35,8 +39,20 @@ def is_stuck(batch: StepBuilder) -> bool:
 
     This happens when it began with fewer online decodes, or when offline work could add more.
     """
-    target_s = batch.targets.token_s
-    return target_s is not None and not reaches_safepoint(batch, _left_s(batch, target_s))
+    target_s = batch.least_tpot_s(batch.targets.token_s or math.inf)
+    return not reaches_safepoint(batch, _left_s(batch, target_s))
+
+
+def waits_in_vain(batch: StepBuilder) -> bool:
+    """Return whether the suspended step, which cannot be resumed now, is to be dropped.
+
+    Streams that never pause would keep it for minutes, with its requests. The requests lose what
+    the step has computed of them, and go on beside the streams. Online prompts come first, so the
+    step waits for their end.
+    """
+    seen = batch.snapshot
+    assert seen.suspended is not None
+    return not batch.has_online_prompts and seen.now_s - seen.suspended.since_s > _PATIENCE_S
 
 
 def stop_share(batch: StepStats, seen: EngineSnapshot) -> float:
@@ -94,5 +110,4 @@ def is_late_behind(
 
 
 def _left_s(batch: StepBuilder, slack_s: float) -> float:
-    decodes_s = batch.model.predict(batch.online_decode_stats)
-    return max(slack_s * batch.context.timely - decodes_s, 0.0)
+    return max(slack_s * batch.context.timely - batch.decodes_s, 0.0)

@@ -80,11 +80,10 @@ def _least_added_s(batch: StepBuilder) -> float:
     decodes = batch.online_decode_stats
     if not decodes.decode_requests:
         return 0.0
-    decodes_s = batch.model.predict(decodes)
     least_tokens = math.ceil(_LEAST_PIECE * batch.context.config.min_chunk_tokens)
     piece = decodes.with_prefill(least_tokens, 0)
-    added_s = batch.model.predict(piece) - decodes_s
-    return added_s if added_s <= decodes_s else 0.0
+    added_s = batch.model.predict(piece) - batch.decodes_s
+    return added_s if added_s <= batch.decodes_s else 0.0
 
 
 def _is_crowded(batch: StepBuilder) -> bool:
@@ -178,4 +177,4 @@ def _first_token_s(batch: StepBuilder, prompt: Prompt, budget_s: float) -> float
     step_tokens = batch.model.max_prefill_tokens(decodes, context_tokens, limit, step_s)
     # Where decodes leave no room at all, when they will is unknown: it waits for one step at least.
     more_steps = math.ceil(left_tokens / step_tokens) if step_tokens else 1
-    return seconds + more_steps * batch.model.predict(decodes)
+    return seconds + more_steps * batch.decodes_s

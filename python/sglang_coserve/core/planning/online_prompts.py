@@ -126,7 +126,7 @@ class OnlinePrompts:
             return not batch.context.mixes_decodes
         if math.isinf(step_s):
             return False
-        if self._alone_s + batch.model.predict(batch.online_decode_stats) <= step_s:
+        if self._alone_s + batch.decodes_s <= step_s:
             return True
         token_s = self._mixed_token_s(step_s)
         if self._all_tokens * (token_s - self._alone_token_s) <= batch.context.prompt_s:

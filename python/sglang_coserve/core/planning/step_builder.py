@@ -267,7 +267,7 @@ class StepBuilder:
         return min(least_s, self.elsewhere_s)
 
     @cached_property
-    def _decodes_s(self) -> float:
+    def decodes_s(self) -> float:
         """Predicted latency of a step of the online decodes alone. O(requests)."""
         return self.model.predict(self.online_decode_stats)
 
@@ -275,7 +275,7 @@ class StepBuilder:
         """Return a request's own TPOT target; None without one, or if not even a step of online
         decodes alone keeps it. Such a target would keep offline work from all clients in vain."""
         own_s = info.tpot_target_s
-        return None if own_s is None or own_s < self._decodes_s else own_s
+        return None if own_s is None or own_s < self.decodes_s else own_s
 
     def _token_left_s(self, request: Request) -> float:
         """Return how long the step may take before the next token of a stream is due.

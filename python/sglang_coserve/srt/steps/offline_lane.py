@@ -129,10 +129,11 @@ class OfflineLane:
         suspended = self.suspended
         if suspended is None:
             return None
-        result = suspended.tracked.record.result
+        tracked = suspended.tracked
+        result = tracked.record.result
         assert result.step is not None, "only planned steps are suspended"
         share = suspended.layer / self.safepoints.num_layers
-        return SuspendedStep(result.step, result.batch, share)
+        return SuspendedStep(result.step, result.batch, share, tracked.stopped_pass_s)
 
     # --- A scheduling round --------------------------------------------------------------
 

@@ -48,6 +48,9 @@ class TrackedStep:
     stopped: tuple[int, float] | None = None
     """The layer and the time at which the step was suspended; None unless it is suspended."""
 
+    stopped_pass_s: float = 0.0
+    """Time of the pass in which it was suspended last, which is the same on all ranks."""
+
     def note(self, **values: Any) -> None:
         """Set fields of its record."""
         self.record = replace(self.record, **values)
@@ -243,7 +246,8 @@ class StepTracker:
         """
         step = self._open.pop()
         assert step is self._last[-1]
-        step.stopped = layer, now_s
+        assert self._pass_s is not None
+        step.stopped, step.stopped_pass_s = (layer, now_s), self._pass_s
         return step
 
     def resumed(self, step: TrackedStep) -> None:
