@@ -29,7 +29,7 @@ from sglang_coserve.batch.schemas import (
     FileObject,
 )
 from sglang_coserve.batch.state import Asked, BatchAction
-from sglang_coserve.batch.store import Store, batch_rows, file_rows
+from sglang_coserve.batch.store import MOST_ROWS, Store, batch_rows, file_rows
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.background import Clock, TaskSupervisor, WorkerThreads
@@ -189,8 +189,9 @@ class BatchService:
         order: str = "desc",
         purpose: str | None = None,
     ) -> FileList:
-        """Return a page of files by their creation."""
-        found = await self.context.store.run(
+        """Return a page of files by their creation, ``MOST_ROWS`` of them at the most."""
+        limit = min(limit, MOST_ROWS)
+        found = await self.context.store.list(
             file_rows.page,
             owner,
             self.context.clock.now_s(),
@@ -250,8 +251,9 @@ class BatchService:
         limit: int = 20,
         status: str | None = None,
     ) -> BatchList:
-        """Return a page of batches, the newest first."""
-        found = await self.context.store.run(
+        """Return a page of batches, the newest first, ``MOST_ROWS`` of them at the most."""
+        limit = min(limit, MOST_ROWS)
+        found = await self.context.store.list(
             batch_rows.page, owner, after=after, limit=limit + 1, status=status
         )
         render = self._renderer(found)

@@ -6,7 +6,6 @@ and crashes are those of files. They are deleted once the upload is complete or 
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -204,7 +203,7 @@ class Uploads:
         Raises:
             NotFoundError: somebody else has.
         """
-        part_ids = await self.context.store.run(_parts, owner, upload_id)
+        part_ids = await self.context.store.run(file_rows.with_purpose, owner, _part_of(upload_id))
         try:
             await self.files.remove(owner, upload_id)
         except NotFoundError:
@@ -217,12 +216,6 @@ class Uploads:
 def _part_of(upload_id: str) -> str:
     """Return the purpose of a part of an upload."""
     return f"{file_rows.UPLOAD}/{upload_id}"
-
-
-def _parts(connection: sqlite3.Connection, owner: str, upload_id: str) -> list[str]:
-    """Return the ids of the parts of an upload. O(files of the owner)."""
-    query = "SELECT id FROM files WHERE owner = ? AND purpose = ?"
-    return [part for (part,) in connection.execute(query, (owner, _part_of(upload_id)))]
 
 
 def _gone(what: str, row_id: str) -> NotFoundError:
