@@ -56,7 +56,7 @@ def test_no_client_learns_where_the_server_keeps_its_files(
     app.in_loop(lambda: delattr(store, "_attempt"))
 
 
-def broken(_work: object) -> None:
+def broken(*_: object) -> None:
     raise sqlite3.OperationalError("no such table")
 
 

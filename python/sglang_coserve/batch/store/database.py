@@ -287,24 +287,24 @@ class Store:
     def _transaction(self, connection: sqlite3.Connection, work: Callable[[], _T]) -> _T:
         try:
             try:
-                return _attempt(connection, work)
+                return self._attempt(connection, work)
             except sqlite3.OperationalError as error:
                 if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
                     raise
             self._make_room()
-            return _attempt(connection, work)
+            return self._attempt(connection, work)
         except (sqlite3.Error, msgspec.ValidationError) as error:
             raise StorageError(f"the batch database {self._path} failed: {error}") from error
 
-
-def _attempt(connection: sqlite3.Connection, work: Callable[[], _T]) -> _T:
-    connection.execute("BEGIN")
-    try:
-        result = work()
-        connection.execute("COMMIT")
-    except BaseException:
-        # A full disk makes SQLite roll back by itself.
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-    return result
+    @staticmethod
+    def _attempt(connection: sqlite3.Connection, work: Callable[[], _T]) -> _T:
+        connection.execute("BEGIN")
+        try:
+            result = work()
+            connection.execute("COMMIT")
+        except BaseException:
+            # A full disk makes SQLite roll back by itself.
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        return result
