@@ -438,7 +438,7 @@ class TestOpening:
             open_database(tmp_path / "db")
 
     @pytest.mark.parametrize(
-        ("layout", "writer"), [(LAYOUT - 1, r"0\.1\.0, or a"), (LAYOUT + 1, "a later version")]
+        ("layout", "writer"), [(LAYOUT - 1, r"0\.1\.0"), (LAYOUT + 1, "of a later version")]
     )
     def test_another_layout_is_refused_and_left_alone(
         self, tmp_path: Path, layout: int, writer: str
@@ -448,7 +448,7 @@ class TestOpening:
         connection.execute(f"PRAGMA user_version = {layout}")
         connection.close()
         content = path.read_bytes()
-        expected = f"{writer}.* wrote it .*layout {layout}; .*finish its batches with that version"
+        expected = f"{writer}.* wrote it .*layout {layout}, .*finish its batches with that version"
         with pytest.raises(StartupError, match=expected):
             open_database(path)
         assert path.read_bytes() == content

@@ -159,14 +159,10 @@ def _check(connection: sqlite3.Connection, path: Path) -> bool:
         raise _unusable(path, "it is the database of another program")
     layout = _pragma(connection, "user_version")
     if layout != LAYOUT:
-        writer = (
-            "0.1.0, or a development version soon after it,"
-            if layout < LAYOUT
-            else "a later version"
-        )
+        writer = "0.1.0" if layout < LAYOUT else "of a later version"
         raise StartupError(
             f"cannot use the batch database {path}: sglang_coserve {writer} wrote it (layout"
-            f" {layout}; this version reads {LAYOUT}); finish its batches with that version, then"
+            f" {layout}, and this version has {LAYOUT}); finish its batches with that version, then"
             " move the whole data directory away, or name another --coserve-data-dir"
         )
     return False
