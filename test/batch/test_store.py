@@ -309,7 +309,7 @@ class TestLists:
         store = await Store.open(tmp_path / "db")
         await store.run(file_rows.insert, a_file())
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-            page = tasks.create_task(store.list(held_page))
+            page = tasks.create_task(store.lists.run(held_page))
             await asyncio.to_thread(held.wait, 20)
             try:
                 await store.run(add)
@@ -317,14 +317,14 @@ class TestLists:
             finally:
                 go_on.set()
         assert page.result() == ["file-1"]
-        assert await store.list(file_page) == ["file-1", "file-2"]
+        assert await store.lists.run(file_page) == ["file-1", "file-2"]
         assert set(used) == {"coserve-store_0", "coserve-lists_0"}
         await store.close()
 
     async def test_a_list_changes_nothing(self, tmp_path: Path) -> None:
         store = await Store.open(tmp_path / "db")
         with pytest.raises(StorageError, match="readonly"):
-            await store.list(file_rows.insert, a_file())
+            await store.lists.run(file_rows.insert, a_file())
         assert not await store.run(file_rows.exists, "file-1")
         await store.close()
 

@@ -188,7 +188,7 @@ class BatchService:
     ) -> FileList:
         """Return a page of files by their creation, ``MOST_ROWS`` of them at the most."""
         limit = min(limit, MOST_ROWS)
-        found = await self.context.store.list(
+        found = await self.context.store.lists.run(
             file_rows.page,
             owner,
             self.context.clock.now_s(),
@@ -247,7 +247,7 @@ class BatchService:
     ) -> BatchList:
         """Return a page of batches, the newest first, ``MOST_ROWS`` of them at the most."""
         limit = min(limit, MOST_ROWS)
-        found = await self.context.store.list(
+        found = await self.context.store.lists.run(
             batch_rows.page, owner, after=after, limit=limit + 1, status=status
         )
         render = self._renderer(found)

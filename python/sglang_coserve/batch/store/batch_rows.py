@@ -19,8 +19,7 @@ from sglang_coserve.batch.errors import (
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
-from sglang_coserve.batch.store import file_rows
-from sglang_coserve.batch.store.database import MOST_ROWS, place
+from sglang_coserve.batch.store import file_rows, pages
 from sglang_coserve.batch.store.file_rows import IS_UNFINISHED
 from sglang_coserve.batch.store.records import decode, encode
 from sglang_coserve.lines.engine_lines import LastRun
@@ -131,13 +130,11 @@ def find_repeated(connection: sqlite3.Connection, record: JobRecord) -> JobRecor
     Raises:
         ConflictError: the key was used for another request.
     """
-    row = connection.execute(
-        f"{_SELECT} WHERE owner = ? AND idempotency_key = ?",
-        (record.owner, record.idempotency_key),
-    ).fetchone()
-    if row is None:
+    query = f"{_SELECT} WHERE owner = ? AND idempotency_key = ?"
+    found = _found(connection.execute(query, (record.owner, record.idempotency_key)))
+    if not found:
         return None
-    earlier = decode(row[0], JobRecord)
+    (earlier,) = found
     if earlier.fingerprint != record.fingerprint:
         raise ConflictError(
             f"the idempotency key {record.idempotency_key!r} was used for another request,"
@@ -154,13 +151,12 @@ def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None
     Raises:
         NotFoundError: there is none.
     """
-    row = connection.execute(f"{_SELECT} WHERE id = ?", (batch_id,)).fetchone()
-    record = None if row is None else decode(row[0], JobRecord)
-    if record is None or owner not in (None, record.owner):
+    found = _found(connection.execute(f"{_SELECT} WHERE id = ?", (batch_id,)))
+    if not found or owner not in (None, found[0].owner):
         raise NotFoundError(
             f"no such batch: {batch_id[:64]!r}", code="batch_not_found", param="batch_id"
         )
-    return record
+    return found[0]
 
 
 def find_response(connection: sqlite3.Connection, batch_id: str, owner: str) -> JobRecord:
@@ -169,16 +165,15 @@ def find_response(connection: sqlite3.Connection, batch_id: str, owner: str) -> 
     Raises:
         NotFoundError: there is none.
     """
-    row = connection.execute(
-        f"{_SELECT} WHERE id = ? AND owner = ? AND is_response", (batch_id, owner)
-    ).fetchone()
-    if row is None:
+    query = f"{_SELECT} WHERE id = ? AND owner = ? AND is_response"
+    found = _found(connection.execute(query, (batch_id, owner)))
+    if not found:
         raise NotFoundError(
             "no such response: it was deleted, has expired, or belongs to another key",
             code="response_not_found",
             param="response_id",
         )
-    return decode(row[0], JobRecord)
+    return found[0]
 
 
 def delete_response(
@@ -205,14 +200,11 @@ def delete_old(
 
     Returns True while there are more.
     """
-    rows = connection.execute(
-        f"{_SELECT} WHERE is_response = ? AND ended_at_s <= ? LIMIT ?",
-        (are_responses, ended_by_s, MOST_ROWS),
-    )
-    found = _found(rows)
+    query = f"{_SELECT} WHERE is_response = ? AND ended_at_s <= ? LIMIT ?"
+    found = _found(connection.execute(query, (are_responses, ended_by_s, pages.MOST_ROWS)))
     for record in found:
         _delete(connection, record, now_s)
-    return len(found) == MOST_ROWS
+    return len(found) == pages.MOST_ROWS
 
 
 def _delete(connection: sqlite3.Connection, record: JobRecord, now_s: float) -> None:
@@ -231,31 +223,14 @@ def page(
     limit: int,
     status: str | None = None,
 ) -> list[JobRecord]:
-    """Return batches of ``owner``, or of all and responses, the newest first: up to ``limit``, but
-    at most ``MOST_ROWS`` and one, which says that there are more.
-
-    Raises:
-        NotFoundError: ``after`` is no batch of ``owner``, and was none of late.
-    """
-    behind = None
-    conditions = ["TRUE"]
+    """Return batches of ``owner``, or batches and responses of all; see ``pages.page``."""
+    conditions = ["coalesce(:status, status) = status"]
     if owner is not None:
         conditions.append("owner = :owner AND is_response = 0")
-    if status is not None:
-        conditions.append("status = :status")
-    if after is not None:
-        conditions.append("seq < :behind")
-        if (behind := place(connection, "batches", after, owner)) is None:
-            raise NotFoundError(
-                f"no such batch: {after[:64]!r}: begin the list anew",
-                code="batch_not_found",
-                param="after",
-            )
-    rows = connection.execute(
-        f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit",
-        {"owner": owner, "status": status, "behind": behind, "limit": min(limit, MOST_ROWS + 1)},
+    values = {"owner": owner, "status": status}
+    return pages.page(
+        connection, "batches", JobRecord, conditions, values, after=after, limit=limit
     )
-    return _found(rows)
 
 
 def unfinished(connection: sqlite3.Connection) -> list[JobRecord]:

@@ -7,8 +7,7 @@ SQLite reads out of the JSON.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, TypeVar
@@ -96,19 +95,6 @@ LAYOUT: Final = 10
 the number as it is."""
 
 
-def place(connection: sqlite3.Connection, table: str, row_id: str, owner: str | None) -> int | None:
-    """Return where in the order of ``table`` a row of ``owner`` is, or was; None if unknown.
-
-    None as ``owner`` is anybody. The last 100,000 deleted rows are known.
-    """
-    owned = "id = :id AND coalesce(:owner, owner) = owner"
-    row = connection.execute(
-        f"SELECT seq FROM {table} WHERE {owned} UNION ALL SELECT seq FROM places WHERE {owned}",
-        {"id": row_id, "owner": owner},
-    ).fetchone()
-    return None if row is None else int(row[0])
-
-
 _APPLICATION_ID: Final = 0x636F7376
 """Identifies our databases among SQLite files."""
 
@@ -186,43 +172,26 @@ def _open_for_lists(path: Path) -> sqlite3.Connection:
     return connection
 
 
-@asynccontextmanager
-async def _in_thread(
-    name: str, connect: Callable[[Path], sqlite3.Connection], path: Path
-) -> AsyncGenerator[tuple[WorkerThreads, sqlite3.Connection]]:
-    """Enter for as long as a connection, and the thread that it belongs to, are needed."""
-    thread = WorkerThreads(name, 1)
-    try:
-        connection = await thread.run(connect, path)
-        try:
-            yield thread, connection
-        finally:
-            await thread.run(connection.close)
-    finally:
-        await thread.close()
-
-
-MOST_ROWS: Final = 1000
-"""Most rows of a list. The one thread for lists takes 4 ms for so many files."""
-
 _P = ParamSpec("_P")
 
 
 class Store:
-    """A database that never blocks the event loop.
+    """A database that never blocks the event loop."""
 
-    Lists have a thread and a connection of their own, so that no commit waits for a list.
-    """
-
-    def __init__(self, path: Path, make_room: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        thread: WorkerThreads,
+        connection: sqlite3.Connection,
+        make_room: Callable[[], None],
+    ) -> None:
         """Made by ``open``."""
         self._path = path
+        self._thread = thread
+        self._connection = connection
         self._make_room = make_room
-        self._opened = AsyncExitStack()
-        self._thread: WorkerThreads
-        self._connection: sqlite3.Connection
-        self._list_thread: WorkerThreads
-        self._list_connection: sqlite3.Connection
+        self.lists = self
+        """The same database, read in another thread: no commit waits for a list."""
 
     @classmethod
     async def open(cls, path: Path, make_room: Callable[[], None] = lambda: None) -> Store:
@@ -233,16 +202,28 @@ class Store:
         Raises:
             StartupError: see ``open_database``.
         """
-        store = cls(path, make_room)
-        async with AsyncExitStack() as opened:
-            store._thread, store._connection = await opened.enter_async_context(
-                _in_thread("coserve-store", open_database, path)
-            )
-            store._list_thread, store._list_connection = await opened.enter_async_context(
-                _in_thread("coserve-lists", _open_for_lists, path)
-            )
-            store._opened = opened.pop_all()
+        store = await cls._open("coserve-store", open_database, path, make_room)
+        try:
+            store.lists = await cls._open("coserve-lists", _open_for_lists, path, make_room)
+        except BaseException:
+            await store.close()
+            raise
         return store
+
+    @classmethod
+    async def _open(
+        cls,
+        name: str,
+        connect: Callable[[Path], sqlite3.Connection],
+        path: Path,
+        make_room: Callable[[], None],
+    ) -> Store:
+        thread = WorkerThreads(name, 1)
+        try:
+            return cls(path, thread, await thread.run(connect, path), make_room)
+        except BaseException:
+            await thread.close()
+            raise
 
     async def run(
         self,
@@ -259,41 +240,29 @@ class Store:
             Exception: whatever ``work`` raises, after everything it did is undone.
         """
         bound = partial(work, self._connection, *args, **kwargs)
-        return await self._thread.run(self._transaction, self._connection, bound)
-
-    async def list(
-        self,
-        work: Callable[Concatenate[sqlite3.Connection, _P], _T],
-        *args: _P.args,
-        **kwargs: _P.kwargs,
-    ) -> _T:
-        """Return ``work(connection, ...)``, which reads what was committed before the call.
-
-        Raises:
-            StorageError: the database cannot be read, or ``work`` would change it.
-            Exception: whatever ``work`` raises.
-        """
-        bound = partial(work, self._list_connection, *args, **kwargs)
-        return await self._list_thread.run(self._transaction, self._list_connection, bound)
+        return await self._thread.run(self._transaction, bound)
 
     async def close(self) -> None:
         """Close the database."""
-        await self._opened.aclose()
+        if self.lists is not self:
+            await self.lists.close()
+        await self._thread.run(self._connection.close)
+        await self._thread.close()
 
-    def _transaction(self, connection: sqlite3.Connection, work: Callable[[], _T]) -> _T:
+    def _transaction(self, work: Callable[[], _T]) -> _T:
         try:
             try:
-                return self._attempt(connection, work)
+                return self._attempt(work)
             except sqlite3.OperationalError as error:
                 if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
                     raise
             self._make_room()
-            return self._attempt(connection, work)
+            return self._attempt(work)
         except (sqlite3.Error, msgspec.ValidationError) as error:
             raise StorageError(f"the batch database {self._path} failed: {error}") from error
 
-    @staticmethod
-    def _attempt(connection: sqlite3.Connection, work: Callable[[], _T]) -> _T:
+    def _attempt(self, work: Callable[[], _T]) -> _T:
+        connection = self._connection
         connection.execute("BEGIN")
         try:
             result = work()

@@ -8,7 +8,7 @@ from typing import Final
 
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
 from sglang_coserve.batch.record import FileRecord
-from sglang_coserve.batch.store.database import MOST_ROWS, place
+from sglang_coserve.batch.store import pages
 from sglang_coserve.batch.store.records import decode, encode
 
 UPLOAD: Final = "upload"
@@ -71,9 +71,7 @@ def find(
         (file_id, owner, now_s, purpose, purpose),
     ).fetchone()
     if row is None:
-        raise NotFoundError(
-            f"no such file: {file_id[:64]!r}", code="file_not_found", param="file_id"
-        )
+        raise _no_file(file_id)
     return decode(row[0], FileRecord)
 
 
@@ -93,41 +91,23 @@ def page(
     is_ascending: bool,
     purpose: str | None,
 ) -> list[FileRecord]:
-    """Return files of ``owner`` in the order of their creation: up to ``limit``, but at most
-    ``MOST_ROWS`` and one, which says that there are more.
-
-    Raises:
-        NotFoundError: ``after`` is no file of ``owner``, and was none of late.
-    """
-    behind = None
+    """Return files of ``owner`` in the order of their creation; see ``pages.page``."""
     # The files of a response are seen through its object only.
     conditions = [
         f"owner = :owner AND purpose NOT LIKE '{UPLOAD}%' AND purpose <> 'response'",
         "(expires_at_s IS NULL OR expires_at_s > :now_s)",
+        "coalesce(:purpose, purpose) = purpose",
     ]
-    if after is not None:
-        sign = ">" if is_ascending else "<"
-        conditions.append(f"seq {sign} :behind")
-        if (behind := place(connection, "files", after, owner)) is None:
-            raise NotFoundError(
-                f"no such file: {after[:64]!r}: begin the list anew",
-                code="file_not_found",
-                param="after",
-            )
-    if purpose is not None:
-        conditions.append("purpose = :purpose")
-    query = (
-        f"SELECT record FROM files WHERE {' AND '.join(conditions)}"
-        f" ORDER BY seq {'ASC' if is_ascending else 'DESC'} LIMIT :limit"
+    return pages.page(
+        connection,
+        "files",
+        FileRecord,
+        conditions,
+        {"owner": owner, "now_s": now_s, "purpose": purpose},
+        after=after,
+        limit=limit,
+        is_ascending=is_ascending,
     )
-    values = {
-        "owner": owner,
-        "now_s": now_s,
-        "purpose": purpose,
-        "limit": min(limit, MOST_ROWS + 1),
-    }
-    values["behind"] = behind
-    return [decode(record, FileRecord) for (record,) in connection.execute(query, values)]
 
 
 def delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
@@ -141,9 +121,7 @@ def delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
         "SELECT 1 FROM files WHERE id = ? AND owner = ?", (file_id, owner)
     ).fetchone()
     if found is None:
-        raise NotFoundError(
-            f"no such file: {file_id[:64]!r}", code="file_not_found", param="file_id"
-        )
+        raise _no_file(file_id)
     user = connection.execute(_USED_BY, {"id": file_id}).fetchone()
     if user is not None:
         raise ConflictError(
@@ -171,3 +149,8 @@ def expired(connection: sqlite3.Connection, now_s: float, limit: int) -> list[tu
         (now_s, limit),
     )
     return [(owner, file_id) for owner, file_id in rows]
+
+
+def _no_file(file_id: str) -> NotFoundError:
+    message = f"no such file: {file_id[:64]!r}"
+    return NotFoundError(message, code="file_not_found", param="file_id")
