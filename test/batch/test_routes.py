@@ -43,7 +43,8 @@ def test_no_client_learns_where_the_server_keeps_its_files(
 ) -> None:
     assert app.service is not None and app.data is not None
     store = app.service.context.store
-    app.in_loop(lambda: setattr(store, "_attempt", broken))
+    for each in (store, store.lists):
+        app.in_loop(lambda each=each: setattr(each, "_attempt", broken))
     for call in (
         lambda: client.files.create(file=lines(1), purpose="batch"),
         lambda: client.batches.retrieve("batch_1"),
@@ -53,7 +54,8 @@ def test_no_client_learns_where_the_server_keeps_its_files(
             call()
         assert "coserve.sqlite failed: no such table" in str(caught.value)
         assert str(app.data) not in str(caught.value)
-    app.in_loop(lambda: delattr(store, "_attempt"))
+    for each in (store, store.lists):
+        app.in_loop(lambda each=each: delattr(each, "_attempt"))
 
 
 def broken(_work: object) -> None:

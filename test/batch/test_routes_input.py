@@ -170,6 +170,30 @@ _ENDLESS = {
 }
 
 
+@pytest.mark.parametrize(
+    "boundary", ["x", "===1===", "----WebKit7MA4", '"a b:(c)"', "x; charset=a"]
+)
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 1 << 16])
+async def test_a_form_is_read_however_it_comes(boundary: str, chunk_bytes: int) -> None:
+    content = b"\r\n--\r\n" + bytes(range(256)) + b"\r\n--"
+    mark = b"--" + boundary.partition(";")[0].strip('"').encode()
+    head = (
+        b'\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n',
+        b"\r\nContent-Type: a/b\r\ncontent-disposition:form-data;name=file;"
+        b'filename="\xc3\xbc %22 .jsonl"\r\n\r\n',
+    )
+    sent = mark + head[0] + mark + head[1] + content + b"\r\n" + mark + b"--\r\n"
+
+    async def body() -> AsyncIterator[bytes]:
+        for start in range(0, len(sent), chunk_bytes):
+            yield sent[start : start + chunk_bytes]
+
+    form = UploadForm(f"Multipart/Form-Data; boundary={boundary}", body())
+    await form.read_to_file()
+    assert b"".join([chunk async for chunk in form.file_chunks()]) == content
+    assert form.filename == 'ü " .jsonl'
+
+
 @pytest.mark.parametrize("chunk_bytes", [7, 1 << 16])
 @pytest.mark.parametrize(("head", "rest"), _ENDLESS.values(), ids=_ENDLESS)
 async def test_a_form_without_end_is_read_to_a_limit(
@@ -246,6 +270,7 @@ def test_unknown_fields_are_ignored_with_a_warning(
     }
     key = {"idempotency-key": "key", "content-type": "application/json"}
     surprises = {f"surprise{n}": {"x" * 100: "\ud83d"} for n in range(7)} | {"y" * 100: 1}
+    expiry = {"anchor": "created_at", "seconds": 3600, "surprise": 1}
     answers = [
         http.post("/v1/batches", content=json.dumps(body | extra), headers=key).json()
         for extra in ({}, surprises, {"model": "m"})
@@ -255,6 +280,24 @@ def test_unknown_fields_are_ignored_with_a_warning(
     assert "ignored" not in said[0]
     assert "surprise0, surprise1, surprise2, surprise3, surprise4 and 3 more" in said[1]
     assert "does not know are ignored: model" in said[2]
+    answer = http.post("/v1/batches", json=body | {"output_expires_after": expiry, "z": 1}).json()
+    assert "ignored: output_expires_after.surprise, z" in answer["coserve"]["warning"]
+
+
+def test_unknown_fields_of_a_form_are_ignored_with_a_warning(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = {
+        "purpose": (None, "batch"),
+        "file": ("in.jsonl", lines(1)),
+        "expires_after[surprise]": (None, "1"),
+        "late\nsurprise": (None, "2"),
+    }
+    answer = http.post("/v1/files", files=parts)
+    assert answer.status_code == 200
+    (said,) = (each.getMessage() for each in caplog.records if "ignored" in each.getMessage())
+    assert said.startswith("file 'in.jsonl': ")
+    assert said.endswith("ignored: expires_after[surprise], late\\nsurprise'")
 
 
 @pytest.mark.parametrize(("changes", "param"), BODIES.values(), ids=BODIES)

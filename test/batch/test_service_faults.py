@@ -207,9 +207,8 @@ async def test_a_last_answer_that_a_crash_left_uncounted_counts_after_the_window
         await scene.ends(batch.id)
     with closing(sqlite3.connect(tmp_path / "coserve.sqlite")) as db, db:
         db.execute(
-            "UPDATE batches SET status = 'in_progress', completed_at_s = NULL,"
-            " finalizing_at_s = NULL, completed_lines = 0, output_bytes = 0, input_tokens = 0,"
-            " output_tokens = 0, finished_estimated_tokens = 0"
+            "UPDATE batches SET record = json_remove(json_set(record, '$.status', 'in_progress'),"
+            " '$.completed_at_s', '$.finalizing_at_s', '$.progress')"
         )
     clock = ManualClock(scene.clock.now_s() + 7200)
     async with (scene := await opened(tmp_path, clock=clock)).service:

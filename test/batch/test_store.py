@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,8 @@ from sglang_coserve.batch.state import (
     Progressed,
     Validated,
 )
-from sglang_coserve.batch.store import Store, batch_rows, file_rows
-from sglang_coserve.batch.store.database import MIGRATIONS, open_database
+from sglang_coserve.batch.store import MOST_ROWS, Store, batch_rows, file_rows
+from sglang_coserve.batch.store.database import LAYOUT, open_database
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.result_record import Progress, Usage
@@ -120,18 +122,42 @@ def test_ended_rows_of_an_owner_have_a_quota(connection: sqlite3.Connection) -> 
         ended(connection, number, limits, metadata=metadata)
     assert left(connection) == ["batch_5", "batch_4", "batch_3", "batch_2"]
     (size_bytes,) = connection.execute("SELECT sum(row_bytes) FROM batches").fetchone()
-    assert 4 * 16 * 2048 < size_bytes < 4 * 16 * 2048 + 4 * 800
+    assert 4 * 16 * 2048 < size_bytes < 4 * 16 * 2048 + 4 * 1400
 
 
-def test_what_an_owner_has_is_summed_up_in_an_index(connection: sqlite3.Connection) -> None:
+def plans(connection: sqlite3.Connection, work: Callable[[], object]) -> list[str]:
+    """How SQLite goes about each statement of ``work``."""
     asked: list[str] = []
     connection.set_trace_callback(asked.append)
-    file_rows.insert(connection, a_file())
-    batch_rows.create(connection, a_batch(), BatchLimits(), FREE_BYTES)
+    work()
     connection.set_trace_callback(None)
-    (query,) = (each for each in asked if "sum(row_bytes)" in each)
-    (step,) = connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
-    assert "INDEX batches_ended (owner=? AND status=?)" in step[3]
+    return [step[3] for each in asked for step in connection.execute(f"EXPLAIN QUERY PLAN {each}")]
+
+
+QUERIES: dict[str, Callable[[sqlite3.Connection], object]] = {
+    "create": lambda db: batch_rows.create(db, a_batch(id="batch_9"), BatchLimits(), FREE_BYTES),
+    "batches": lambda db: batch_rows.page(db, "o", after=None, limit=9),
+    "files": lambda db: file_rows.page(
+        db, "o", 0.0, after=None, limit=9, is_ascending=True, purpose=None
+    ),
+    "parts of an upload": lambda db: file_rows.with_purpose(db, "o", "upload/1"),
+    "expired files": lambda db: file_rows.expired(db, 5.0, 9),
+    "unfinished batches": batch_rows.unfinished,
+    "old batches": lambda db: batch_rows.delete_old(db, 0.5, 9.0, are_responses=False),
+    "delete a file": lambda db: file_rows.delete(db, "o", "file-1"),
+}
+
+
+@pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
+def test_no_query_looks_at_all_rows(
+    connection: sqlite3.Connection, query: Callable[[sqlite3.Connection], object]
+) -> None:
+    file_rows.insert(connection, a_file())
+    found = plans(connection, lambda: query(connection))
+    assert found
+    assert [step for step in found if step.startswith(("SCAN files", "SCAN batches"))] == [
+        step for step in found if step == "SCAN batches USING INDEX batches_unfinished"
+    ]
 
 
 def test_batches_whose_time_is_over_go_and_others_stay(connection: sqlite3.Connection) -> None:
@@ -186,6 +212,138 @@ def test_a_batch_is_stored_as_it_is(connection: sqlite3.Connection) -> None:
     assert batch_rows.unfinished(connection) == []
 
 
+def test_what_sqlite_cannot_hold_is_stored_as_it_is(connection: sqlite3.Connection) -> None:
+    """And stays so through changes that SQLite makes to a record."""
+    file_rows.insert(connection, a_file(purpose="response"))
+    repeated = {"user": "half \ud83d", "\udc00": [2**53 + 1, 2**64, -(2**70), 0.1], "none": None}
+    batch = a_batch(response=repeated, idempotency_key="k", estimated_tokens=2**53 + 1)
+    batch_rows.create(connection, batch, BatchLimits(), FREE_BYTES)
+    batch_rows.add_online_delays(connection, {"batch_1": 0.25})
+    batch_rows.add_online_delays(connection, {"batch_1": 0.5, "batch_unknown": 1.0})
+    batch_rows.move_owner(connection, "o", "other")
+    expected = replace(batch, owner="other", online_delay_s=0.75)
+    assert batch_rows.find(connection, "batch_1", "other") == expected
+    assert batch_rows.find_response(connection, "batch_1", "other") == expected
+    assert batch_rows.find_repeated(connection, expected) == expected
+    assert file_rows.find(connection, "other", "file-1", 0.0) == a_file(
+        owner="other", purpose="response"
+    )
+
+
+def test_a_key_that_the_other_owner_has_used_is_forgotten(connection: sqlite3.Connection) -> None:
+    for number, owner in enumerate(("o", "other")):
+        file_rows.insert(connection, a_file(f"file-{number}", owner))
+        batch = a_batch(
+            id=f"batch_{number}", owner=owner, input_file_id=f"file-{number}", idempotency_key="k"
+        )
+        batch_rows.create(connection, batch, BatchLimits(), FREE_BYTES)
+    assert batch_rows.move_owner(connection, "o", "other") == (1, 1)
+    moved = batch_rows.page(connection, "other", after=None, limit=9)
+    assert [(each.id, each.idempotency_key) for each in moved] == [
+        ("batch_1", "k"),
+        ("batch_0", None),
+    ]
+
+
+@pytest.mark.parametrize("status", Status)
+def test_a_batch_in_a_final_state_is_not_unfinished(
+    connection: sqlite3.Connection, status: Status
+) -> None:
+    file_rows.insert(connection, a_file())
+    times = {} if status is Status.VALIDATING else {f"{status}_at_s": 5.0}
+    batch_rows.create(connection, a_batch(status=status, **times), BatchLimits(), FREE_BYTES)
+    assert bool(batch_rows.unfinished(connection)) == (not status.is_final)
+    batch_rows.delete_old(connection, 5.0, 9.0, are_responses=False)
+    assert bool(left(connection)) == (not status.is_final)
+
+
+def test_records_of_other_versions_are_read(connection: sqlite3.Connection) -> None:
+    """A field that is missing has its default, and one that is not known is passed over."""
+    file_rows.insert(connection, a_file())
+    batch_rows.create(connection, a_batch(priority=3), BatchLimits(), FREE_BYTES)
+    connection.execute(
+        "UPDATE batches SET record = json_remove(json_set(record, '$.tags', json('[1]'),"
+        " '$.progress.usage.audio_tokens', 7), '$.earlier_model_lines', '$.progress.failed')"
+    )
+    assert batch_rows.find(connection, "batch_1") == a_batch(priority=3)
+    changed = batch_rows.apply(connection, "batch_1", Asked("pause"), 1.0)
+    assert changed == a_batch(priority=3, is_paused=True)
+
+
+async def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "db")
+    await store.run(file_rows.insert, a_file())
+    await store.run(
+        lambda db: db.execute("UPDATE files SET record = json_set(record, '$.created_at_s', 'x')")
+    )
+    with pytest.raises(StorageError, match=r"Expected `float`, got `str` - at `\$.created_at_s`"):
+        await store.run(file_rows.find, "o", "file-1", 0.0)
+    await store.close()
+
+
+class TestLists:
+    async def test_a_list_is_read_beside_a_commit(self, tmp_path: Path) -> None:
+        """It is held until the commit is done, which therefore does not wait for the list."""
+        held, go_on = threading.Event(), threading.Event()
+        used: list[str] = []
+
+        def held_page(connection: sqlite3.Connection) -> list[str]:
+            used.append(threading.current_thread().name)
+            before = file_page(connection)
+            held.set()
+            assert go_on.wait(20)
+            assert file_page(connection) == before
+            return before
+
+        def file_page(connection: sqlite3.Connection) -> list[str]:
+            used.append(threading.current_thread().name)
+            found = file_rows.page(
+                connection, "o", 0.0, after=None, limit=9, is_ascending=True, purpose=None
+            )
+            return [file.id for file in found]
+
+        def add(connection: sqlite3.Connection) -> None:
+            used.append(threading.current_thread().name)
+            file_rows.insert(connection, a_file("file-2"))
+
+        store = await Store.open(tmp_path / "db")
+        await store.run(file_rows.insert, a_file())
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            page = tasks.create_task(store.lists.run(held_page))
+            await asyncio.to_thread(held.wait, 20)
+            try:
+                await store.run(add)
+                assert await store.run(file_rows.exists, "file-2")
+            finally:
+                go_on.set()
+        assert page.result() == ["file-1"]
+        assert await store.lists.run(file_page) == ["file-1", "file-2"]
+        assert set(used) == {"coserve-store_0", "coserve-lists_0"}
+        await store.close()
+
+    async def test_a_list_changes_nothing(self, tmp_path: Path) -> None:
+        store = await Store.open(tmp_path / "db")
+        with pytest.raises(StorageError, match="readonly"):
+            await store.lists.run(file_rows.insert, a_file())
+        assert not await store.run(file_rows.exists, "file-1")
+        await store.close()
+
+    def test_a_page_has_a_bound_whatever_is_asked(self, connection: sqlite3.Connection) -> None:
+        """And one more row, which says that the list goes on."""
+        limits = BatchLimits(max_active_batches=10_000, max_active_batches_per_owner=10_000)
+        file_rows.insert(connection, a_file())
+        connection.execute("BEGIN")  # So that not each row is forced to the disk.
+        for number in range(2, MOST_ROWS + 100):
+            file_rows.insert(connection, a_file(f"file-{number}"))
+            batch_rows.create(connection, a_batch(id=f"batch_{number}"), limits, FREE_BYTES)
+        files = file_rows.page(
+            connection, "o", 0.0, after=None, limit=10**9, is_ascending=False, purpose=None
+        )
+        batches = batch_rows.page(connection, "o", after=None, limit=10**9)
+        assert (len(files), len(batches)) == (MOST_ROWS + 1, MOST_ROWS + 1)
+        assert len(batch_rows.page(connection, None, after="batch_5", limit=10**9)) == 3
+
+
 def test_progress_moves_with_its_files(connection: sqlite3.Connection) -> None:
     file_rows.insert(connection, a_file())
     batch = a_batch(output_expires_after_s=3600.0)
@@ -211,12 +369,15 @@ def test_progress_moves_with_its_files(connection: sqlite3.Connection) -> None:
 
 def test_responses_whose_time_is_over_go_and_others_stay(connection: sqlite3.Connection) -> None:
     limits = BatchLimits(max_active_responses=3000)
+    connection.execute("BEGIN")  # So that not each row is forced to the disk.
     file_rows.insert(connection, a_file(purpose="response"))
     for number in range(1003):
         response = a_batch(id=f"batch_{number}", response={}, created_at_s=float(number))
         batch_rows.create(connection, response, limits, FREE_BYTES)
     for number in range(1, 1003):
-        batch_rows.apply(connection, f"batch_{number}", Failed(()), 1.0)
+        batch_rows.apply(
+            connection, f"batch_{number}", Failed(()), 1002.0 if number == 1002 else 1.0
+        )
     assert batch_rows.delete_old(connection, 1001.0, 2000.0, are_responses=True)
     assert not batch_rows.delete_old(connection, 1001.0, 2000.0, are_responses=True)
     rows = connection.execute("SELECT id FROM batches ORDER BY seq").fetchall()
@@ -276,33 +437,21 @@ class TestOpening:
         with pytest.raises(StartupError, match="another program"):
             open_database(tmp_path / "db")
 
-    def test_a_later_schema_is_refused(self, tmp_path: Path) -> None:
-        open_database(tmp_path / "db", [*MIGRATIONS, ["CREATE TABLE later (x)"]]).close()
-        with pytest.raises(
-            StartupError,
-            match=rf"schema is version {len(MIGRATIONS) + 1}, this program's {len(MIGRATIONS)}",
-        ):
-            open_database(tmp_path / "db")
-
-    def test_an_earlier_schema_is_brought_up_to_date(self, tmp_path: Path) -> None:
-        connection = open_database(tmp_path / "db")
-        file_rows.insert(connection, a_file())
+    @pytest.mark.parametrize(
+        ("layout", "writer"), [(LAYOUT - 1, r"0\.1\.0"), (LAYOUT + 1, "of a later version")]
+    )
+    def test_another_layout_is_refused_and_left_alone(
+        self, tmp_path: Path, layout: int, writer: str
+    ) -> None:
+        path = tmp_path / "db"
+        connection = open_database(path)
+        connection.execute(f"PRAGMA user_version = {layout}")
         connection.close()
-        later = [*MIGRATIONS, ["ALTER TABLE files ADD COLUMN note TEXT"], ["SELECT 1"]]
-        connection = open_database(tmp_path / "db", later)
-        assert connection.execute("SELECT id, note FROM files").fetchall() == [("file-1", None)]
-        connection.close()
-        open_database(tmp_path / "db", later).close()
-
-    def test_a_migration_that_fails_changes_nothing(self, tmp_path: Path) -> None:
-        open_database(tmp_path / "db").close()
-        broken = [*MIGRATIONS, ["CREATE TABLE half (x)", "CREATE NONSENSE"]]
-        with pytest.raises(StartupError, match="syntax error"):
-            open_database(tmp_path / "db", broken)
-        connection = open_database(tmp_path / "db")
-        names = {row[0] for row in connection.execute("SELECT name FROM sqlite_schema")}
-        connection.close()
-        assert "half" not in names
+        content = path.read_bytes()
+        expected = f"{writer}.* wrote it .*layout {layout}, .*finish its batches with that version"
+        with pytest.raises(StartupError, match=expected):
+            open_database(path)
+        assert path.read_bytes() == content
 
     def test_a_directory_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(StartupError, match="unable to open"):

@@ -25,14 +25,14 @@ LIBRARY: Final = Path(sglang_coserve.__file__).parent
 
 def tables() -> dict[str, list[str]]:
     """Return the columns of the batch store's tables, each with its type and constraints."""
-    from sglang_coserve.batch.store.database import MIGRATIONS
+    from sglang_coserve.batch.store.database import LAYOUT, SCHEMA
 
     with sqlite3.connect(":memory:") as database:
-        for statement in (each for step in MIGRATIONS for each in step):
+        for statement in SCHEMA:
             database.execute(statement)
         names = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1")
         found = {name: list(_columns(database, name)) for (name,) in names.fetchall()}
-    return {"user_version": [str(len(MIGRATIONS))], **found}
+    return {"user_version": [str(LAYOUT)], **found}
 
 
 def _columns(database: sqlite3.Connection, table: str) -> Iterator[str]:
@@ -42,6 +42,20 @@ def _columns(database: sqlite3.Connection, table: str) -> Iterator[str]:
     ):
         words = [name, kind, "not null" * not_null, "key" * bool(key)]
         yield " ".join(filter(None, [*words, f"default {default}" if default else ""]))
+
+
+def stored_fields() -> dict[str, list[str]]:
+    """Return the fields of the batch store's records; those without a default end with a star."""
+    import msgspec
+
+    from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord
+
+    _, schemas = msgspec.json.schema_components([BatchEvent, FileRecord, JobRecord])
+    return {
+        name: sorted(field + "*" * (field in schema["required"]) for field in schema["properties"])
+        for name, schema in sorted(schemas.items())
+        if "properties" in schema
+    }
 
 
 def json_fields() -> dict[str, list[str]]:

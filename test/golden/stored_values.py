@@ -28,6 +28,7 @@ COMPUTED: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
             for name, simulation in SIMULATIONS.items()
         },
         "columns of the batch store": formats.tables,
+        "fields of the batch store": formats.stored_fields,
         "fields of the Batch API": formats.json_fields,
         "parameters of the Batch API": formats.parameters,
         "records of lines": formats.records,

@@ -62,7 +62,6 @@ def new_batch(
         raise BatchRequestError(message, code="invalid_endpoint", param="endpoint")
     now_s, rng = context.clock.now_s(), context.rng
     expiry = request.output_expires_after
-    fields = request.model_dump_json(exclude=set(request.ignored))
     return JobRecord(
         id=new_id("batch_", rng),
         owner=owner,
@@ -75,7 +74,7 @@ def new_batch(
         output_expires_after_s=expiry.seconds if expiry else None,
         priority=request.coserve.priority,
         idempotency_key=idempotency_key,
-        fingerprint=sha256(fields.encode()).hexdigest(),
+        fingerprint=sha256(request.model_dump_json().encode()).hexdigest(),
         created_at_s=now_s,
         expires_at_s=now_s + window_s(request.completion_window, context.limits.max_window_s),
     )

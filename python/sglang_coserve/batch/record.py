@@ -1,4 +1,8 @@
-"""Files, batches and events as the store keeps them, and what they sum up to: immutable values."""
+"""Files, batches and events as the store keeps them, and what they sum up to: immutable values.
+
+The store keeps the fields of a record as JSON. A new field needs a default: its value in records
+that earlier versions wrote.
+"""
 
 from __future__ import annotations
 
@@ -129,6 +133,9 @@ class BatchEvent:
 
     batch_id: str
     created_at_s: float
+    due_at_s: float
+    """When it is to be delivered next."""
+
     attempts: int = 0
     """Deliveries that have failed."""
 

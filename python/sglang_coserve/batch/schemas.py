@@ -3,11 +3,11 @@ they are made of the store's records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from sglang_coserve.batch.eta import Eta
 from sglang_coserve.batch.record import FileRecord, JobRecord, Status
@@ -38,10 +38,43 @@ class _Page(BaseModel):
         )
 
 
-class ExpiresAfter(BaseModel):
-    """When a file is deleted, counted from its creation."""
+_MOST_NAMES: Final = 5
+_NAME_CHARS: Final = 64
+"""Most names of unknown fields in a warning, and their longest."""
 
-    model_config = ConfigDict(extra="forbid")
+
+def ignored_fields(names: Collection[str]) -> str | None:
+    """Return a warning that fields with these ``names`` have no effect; None without any."""
+    if not names:
+        return None
+    listed = ", ".join(name[:_NAME_CHARS] for name in sorted(names)[:_MOST_NAMES])
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"fields that this server does not know are ignored: {listed}{more}"
+
+
+class RequestBody(BaseModel):
+    """An object that clients send, or a part of one. Fields without a name here are ignored, since
+    OpenAI may add some."""
+
+    _unknown: frozenset[str] = frozenset()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_unknown(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        body = handler(data)
+        if isinstance(data, dict):
+            body._unknown = frozenset(data.keys() - cls.model_fields.keys())
+        return body
+
+    @property
+    def ignored(self) -> set[str]:
+        """The names of fields that have no effect: ``field``, or ``field.field`` of a part."""
+        parts = {name: value for name, value in self if isinstance(value, RequestBody)}
+        return {*self._unknown, *(f"{a}.{b}" for a, part in parts.items() for b in part.ignored)}
+
+
+class ExpiresAfter(RequestBody):
+    """When a file is deleted, counted from its creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
@@ -100,11 +133,8 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-class CreateBatch(BaseModel):
-    """The body of a request to create a batch. Fields that it does not name are ignored."""
-
-    # Allowed, so that ``ignored`` has them.
-    model_config = ConfigDict(extra="allow")
+class CreateBatch(RequestBody):
+    """The body of a request to create a batch."""
 
     input_file_id: Annotated[str, Field(max_length=64)]
     endpoint: Annotated[str, Field(max_length=64)]
@@ -114,11 +144,6 @@ class CreateBatch(BaseModel):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
     coserve: CoserveOptions = CoserveOptions()
-
-    @property
-    def ignored(self) -> list[str]:
-        """The names of fields that have no effect."""
-        return sorted(self.model_extra or ())
 
 
 class BatchErrors(BaseModel):

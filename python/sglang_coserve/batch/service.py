@@ -27,9 +27,10 @@ from sglang_coserve.batch.schemas import (
     FileDeleted,
     FileList,
     FileObject,
+    ignored_fields,
 )
 from sglang_coserve.batch.state import Asked, BatchAction
-from sglang_coserve.batch.store import Store, batch_rows, file_rows
+from sglang_coserve.batch.store import MOST_ROWS, Store, batch_rows, file_rows
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.background import Clock, TaskSupervisor, WorkerThreads
@@ -42,10 +43,6 @@ _READERS: Final = 2
 """Processes that read input files, so that a small one does not wait for a large one."""
 
 _EXPIRY_INTERVAL_S: Final = 60.0
-
-_MOST_NAMES: Final = 5
-_NAME_CHARS: Final = 64
-"""Most names of unknown fields in a warning, and their longest."""
 
 _log = logging.getLogger(__name__)
 
@@ -189,8 +186,9 @@ class BatchService:
         order: str = "desc",
         purpose: str | None = None,
     ) -> FileList:
-        """Return a page of files by their creation."""
-        found = await self.context.store.run(
+        """Return a page of files by their creation, ``MOST_ROWS`` of them at the most."""
+        limit = min(limit, MOST_ROWS)
+        found = await self.context.store.lists.run(
             file_rows.page,
             owner,
             self.context.clock.now_s(),
@@ -230,11 +228,8 @@ class BatchService:
         """
         wanted = new_batch(owner, request, idempotency_key, self.context)
         shown = self._shown(await self.runner.create(wanted))
-        if names := request.ignored:
-            _log.warning("batch %s: unknown fields were ignored: %s", shown.id, names)
-            listed = ", ".join(name[:_NAME_CHARS] for name in names[:_MOST_NAMES])
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            warning = f"fields that this server does not know are ignored: {listed}{more}"
+        if warning := ignored_fields(request.ignored):
+            _log.warning("batch %s: %r", shown.id, warning)
             shown.coserve.warning = "; ".join(filter(None, (warning, shown.coserve.warning)))
         return shown
 
@@ -250,8 +245,9 @@ class BatchService:
         limit: int = 20,
         status: str | None = None,
     ) -> BatchList:
-        """Return a page of batches, the newest first."""
-        found = await self.context.store.run(
+        """Return a page of batches, the newest first, ``MOST_ROWS`` of them at the most."""
+        limit = min(limit, MOST_ROWS)
+        found = await self.context.store.lists.run(
             batch_rows.page, owner, after=after, limit=limit + 1, status=status
         )
         render = self._renderer(found)

@@ -65,6 +65,27 @@ def test_what_comes_in_chunks_is_a_file_of_which_a_batch_is_made(client: openai.
     eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
 
 
+def test_unknown_fields_are_ignored_with_a_warning(
+    client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    upload_id = client.uploads.create(
+        bytes=len(CONTENT),
+        filename="in.jsonl",
+        mime_type="application/jsonl",
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3600, "tier": "cold"},  # type: ignore[typeddict-unknown-key]
+        extra_body={"surprise": 1},
+    ).id
+    part_id = add(client, upload_id, CONTENT)
+    client.uploads.complete(upload_id, part_ids=[part_id], extra_body={"sha256": "0"})
+    said = [each.getMessage() for each in caplog.records if "ignored" in each.getMessage()]
+    assert [text.split("are ignored: ")[1] for text in said] == [
+        "expires_after.tier, surprise'",
+        "sha256'",
+    ]
+    assert all(text.startswith(f"upload {upload_id}: ") for text in said)
+
+
 def test_parts_are_put_together_in_the_order_that_is_named(client: openai.OpenAI) -> None:
     upload_id = begin(client)
     last, first = add(client, upload_id, CONTENT[100:]), add(client, upload_id, CONTENT[:100])

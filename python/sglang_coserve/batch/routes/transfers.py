@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractContextManager, aclosing
+from email.message import Message
 from typing import Any, Final
 
 from fastapi.responses import StreamingResponse
+from multipart import MultipartError, MultipartSegment, PushMultipartParser
 from pydantic import ValidationError
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
+from starlette.types import Receive, Scope, Send
 
 from sglang_coserve.batch.errors import BatchRequestError, SlowClientError
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.schemas import ExpiresAfter
+from sglang_coserve.batch.schemas import ExpiresAfter, ignored_fields
+
+_log = logging.getLogger(__name__)
 
 
 async def received(chunks: AsyncIterator[bytes], limits: BatchLimits) -> AsyncGenerator[bytes]:
@@ -72,7 +75,7 @@ class DownloadResponse(StreamingResponse):
         """See ``StreamingResponse``. What is cut off is seen to be, by ``content-length``."""
         idle_s, rate = self._limits.transfer_idle_s, self._limits.min_transfer_bytes_per_s
 
-        async def send_soon(message: Message) -> None:
+        async def send_soon(message: AsgiMessage) -> None:
             async with asyncio.timeout(idle_s + len(message.get("body", b"")) / rate):
                 await send(message)
 
@@ -84,7 +87,7 @@ class DownloadResponse(StreamingResponse):
 
 _MAX_FILENAME_CHARS: Final = 255
 _MAX_FIELDS: Final = 16
-"""Each may have headers, which take long to read: python-multipart allows 8 of 4 KiB."""
+"""Each may have headers, which take long to read: the parser allows 8 of 4 KiB."""
 
 _MAX_OTHER_BYTES: Final = 128 << 10
 """Everything but the file."""
@@ -108,40 +111,17 @@ class UploadForm:
         self, content_type: str, body: AsyncIterator[bytes], file_field: str = "file"
     ) -> None:
         """``file_field`` names the file's field; it is ``data`` for a part, which has no other."""
-        kind, options = parse_options_header(content_type)
-        boundary = options.get(b"boundary")
-        if kind != b"multipart/form-data" or not boundary:
+        # Not by the parser's module, which takes no boundary like ===1===, as some clients send it.
+        header = Message()
+        header["content-type"] = content_type
+        boundary = header.get_boundary()
+        if header.get_content_type() != "multipart/form-data" or not boundary:
             raise _malformed("send it as multipart/form-data, with a boundary")
         self._file_field = file_field
         self.filename = ""
-        self._body = body
         self._fields: dict[str, str] = {}
-        self._pieces: deque[bytes] = deque()
         self._has_file = False
-        self._is_complete = False
-        self._num_fields = 0
-        self._other_bytes = 0
-        self._header_name = bytearray()
-        self._header_value = bytearray()
-        self._disposition = b""
-        self._field_name: str | None = None
-        self._field_value = bytearray()
-        try:
-            self._parser = MultipartParser(
-                boundary,
-                {
-                    "on_part_begin": self._part_begins,
-                    "on_header_field": self._header_name_comes,
-                    "on_header_value": self._header_value_comes,
-                    "on_header_end": self._header_ends,
-                    "on_headers_finished": self._headers_end,
-                    "on_part_data": self._data_comes,
-                    "on_part_end": self._part_ends,
-                    "on_end": self._form_ends,
-                },
-            )
-        except FormParserError as error:
-            raise _malformed(str(error)) from error
+        self._chunks = self._read(boundary, body)
 
     def expires_after(self) -> ExpiresAfter | None:
         """Return what the fields read so far say of the file's expiry."""
@@ -159,24 +139,20 @@ class UploadForm:
 
     async def read_to_file(self) -> None:
         """Read up to the first bytes of the file."""
-        while not self._has_file:
-            if self._is_complete:
-                message = f"the form has no file: send one in the field {self._file_field!r}"
-                raise BatchRequestError(message, code="missing_file", param=self._file_field)
-            await self._read_on()
+        if await anext(self._chunks, None) is None:
+            message = f"the form has no file: send one in the field {self._file_field!r}"
+            raise BatchRequestError(message, code="missing_file", param=self._file_field)
         if "purpose" in self._fields:  # It may come after the file as well.
             self._check_purpose()
 
     async def file_chunks(self) -> AsyncGenerator[bytes]:
         """Yield the file, then read the fields behind it."""
-        while True:
-            while self._pieces:
-                yield self._pieces.popleft()
-            if self._is_complete:
-                break
-            await self._read_on()
+        async for chunk in self._chunks:
+            yield chunk
         self._check_purpose()
         self.expires_after()
+        if warning := ignored_fields(self._fields.keys() - {"purpose", _ANCHOR, _SECONDS}):
+            _log.warning("file %r: %r", self.filename, warning)
 
     def _check_purpose(self) -> None:
         purpose = self._fields.get("purpose", "")
@@ -184,70 +160,44 @@ class UploadForm:
             message = f"purpose must be 'batch', not {purpose[:64]!r}"
             raise BatchRequestError(message, code="invalid_purpose", param="purpose")
 
-    async def _read_on(self) -> None:
-        async for chunk in self._body:
-            self._other_bytes += len(chunk)
-            try:
-                self._parser.write(chunk)
-            except FormParserError as error:
-                raise _malformed(str(error)) from error
-            if self._other_bytes > _MAX_OTHER_BYTES:
-                raise _malformed(f"it has more than {_MAX_OTHER_BYTES:,} bytes beside the file")
-            return
-        raise _malformed("it ends before its last boundary")
+    async def _read(self, boundary: str, body: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+        """Yield nothing (``b""``) where the file begins, then the file; keep the fields."""
+        field, value, other_bytes = "", bytearray(), 0
+        try:
+            with PushMultipartParser(boundary, max_segment_count=_MAX_FIELDS + 1) as parser:
+                async for chunk in body:
+                    other_bytes += len(chunk)
+                    for event in parser.parse(chunk) if chunk else ():
+                        if isinstance(event, MultipartSegment):
+                            field, value = event.name, bytearray()
+                            if field == self._file_field:
+                                self._file_begins(event)
+                                yield b""
+                        elif field == self._file_field:
+                            other_bytes -= len(event or b"")
+                            yield event or b""
+                        elif event is None:
+                            self._fields[field] = value.decode(errors="replace")
+                        else:
+                            value += event
+                    if other_bytes > _MAX_OTHER_BYTES:
+                        raise _malformed(f"it has over {_MAX_OTHER_BYTES:,} bytes beside the file")
+        except MultipartError as error:
+            raise _malformed(str(error)) from error
 
-    def _part_begins(self) -> None:
-        self._disposition = b""
-        self._field_name = None
-        self._field_value.clear()
-
-    def _header_name_comes(self, data: bytes, start: int, end: int) -> None:
-        self._header_name += data[start:end]
-
-    def _header_value_comes(self, data: bytes, start: int, end: int) -> None:
-        self._header_value += data[start:end]
-
-    def _header_ends(self) -> None:
-        if self._header_name.lower() == b"content-disposition":
-            self._disposition = bytes(self._header_value)
-        self._header_name.clear()
-        self._header_value.clear()
-
-    def _headers_end(self) -> None:
-        _, options = parse_options_header(self._disposition)
-        name = options.get(b"name", b"").decode(errors="replace")
-        filename = options.get(b"filename")
-        if name != self._file_field:
-            self._num_fields += 1
-            if self._num_fields > _MAX_FIELDS:
-                raise _malformed(f"it has more than {_MAX_FIELDS} fields")
-            self._field_name = name
-        elif filename is None:
+    def _file_begins(self, part: MultipartSegment) -> None:
+        name = self._file_field
+        if part.filename is None:
             message = f"the part {name!r} has no filename"
             raise BatchRequestError(message, code="missing_filename", param=name)
-        elif self._has_file:
+        if self._has_file:
             message = "the form has more than one file"
             raise BatchRequestError(message, code="too_many_files", param=name)
-        else:
-            self._has_file = True
-            self.filename = filename.decode(errors="replace")
-            if not 0 < len(self.filename) <= _MAX_FILENAME_CHARS:
-                message = f"filename must have 1 to {_MAX_FILENAME_CHARS} characters"
-                raise BatchRequestError(message, code="invalid_filename", param=name)
-
-    def _data_comes(self, data: bytes, start: int, end: int) -> None:
-        if self._field_name is None:
-            self._other_bytes -= end - start
-            self._pieces.append(data[start:end])
-            return
-        self._field_value += data[start:end]
-
-    def _part_ends(self) -> None:
-        if self._field_name is not None:
-            self._fields[self._field_name] = self._field_value.decode(errors="replace")
-
-    def _form_ends(self) -> None:
-        self._is_complete = True
+        if not 0 < len(part.filename) <= _MAX_FILENAME_CHARS:
+            message = f"filename must have 1 to {_MAX_FILENAME_CHARS} characters"
+            raise BatchRequestError(message, code="invalid_filename", param=name)
+        self._has_file = True
+        self.filename = part.filename
 
 
 def _malformed(reason: str) -> BatchRequestError:

@@ -6,13 +6,9 @@ engine had when it died, until its batch ends.
 
 from __future__ import annotations
 
-import json
 import sqlite3
-from collections.abc import Mapping
-from dataclasses import asdict, fields
-from typing import Any, Final
-
-import msgspec
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 from sglang_coserve.batch.errors import (
     BatchRequestError,
@@ -23,26 +19,12 @@ from sglang_coserve.batch.errors import (
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
-from sglang_coserve.batch.store import file_rows
-from sglang_coserve.batch.store.database import place
-from sglang_coserve.batch.store.file_rows import HAS_ENDED, IS_UNFINISHED
-from sglang_coserve.jsonl.check_file import LineFault
+from sglang_coserve.batch.store import file_rows, pages
+from sglang_coserve.batch.store.file_rows import IS_UNFINISHED
+from sglang_coserve.batch.store.records import decode, encode
 from sglang_coserve.lines.engine_lines import LastRun
-from sglang_coserve.lines.result_record import Progress, Usage, encode_json
 
-_NESTED: Final = ("progress", "faults", "metadata", "response")
-_PLAIN: Final = tuple(field.name for field in fields(JobRecord) if field.name not in _NESTED)
-_PROGRESS: Final = {
-    "completed_lines": "completed",
-    "failed_lines": "failed",
-    "output_bytes": "output_bytes",
-    "error_bytes": "error_bytes",
-    "finished_estimated_tokens": "estimated_tokens",
-}
-_USAGE: Final = tuple(field.name for field in fields(Usage))
-_COLUMNS: Final = (*_PLAIN, *_PROGRESS, *_USAGE, "faults", "metadata", "response")
-_SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM batches"
-_EVENT: Final = "id, type, batch_id, created_at_s, attempts"
+_SELECT: Final = "SELECT record FROM batches"
 
 
 def create(
@@ -55,9 +37,7 @@ def create(
     earlier = find_earlier(connection, record, limits, free_bytes)
     if earlier is not None:
         return earlier, False
-    names = ", ".join(_COLUMNS)
-    values = ", ".join(f":{name}" for name in _COLUMNS)
-    connection.execute(f"INSERT INTO batches ({names}) VALUES ({values})", _row(record))
+    connection.execute("INSERT INTO batches (record) VALUES (?)", (encode(record),))
     _delete_surplus(connection, record, limits)
     return record, True
 
@@ -67,7 +47,7 @@ def _delete_surplus(connection: sqlite3.Connection, new: JobRecord, limits: Batc
 
     O(ended batches of the owner).
     """
-    theirs = f"owner = :owner AND {HAS_ENDED}"
+    theirs = "owner = :owner AND ended_at_s IS NOT NULL"
     values = {
         "owner": new.owner,
         "most": limits.max_ended_batches_per_owner,
@@ -88,8 +68,8 @@ def _delete_surplus(connection: sqlite3.Connection, new: JobRecord, limits: Batc
         values,
     )
     for (seq,) in surplus.fetchall():
-        row = connection.execute(f"{_SELECT} WHERE seq = ?", (seq,)).fetchone()
-        _delete(connection, _record(row), new.created_at_s)
+        (ended,) = _found(connection.execute(f"{_SELECT} WHERE seq = ?", (seq,)))
+        _delete(connection, ended, new.created_at_s)
 
 
 def find_earlier(
@@ -124,9 +104,9 @@ def find_earlier(
         )
     query = (
         "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches"
-        f" WHERE {IS_UNFINISHED} AND (response IS NULL) = ?"
+        f" WHERE {IS_UNFINISHED} AND is_response = ?"
     )
-    of_all, of_owner = connection.execute(query, (record.owner, is_batch)).fetchone()
+    of_all, of_owner = connection.execute(query, (record.owner, not is_batch)).fetchone()
     kind, most, most_of_owner = "responses", limits.max_active_responses, None
     if is_batch:
         kind, most = "batches", limits.max_active_batches
@@ -150,13 +130,11 @@ def find_repeated(connection: sqlite3.Connection, record: JobRecord) -> JobRecor
     Raises:
         ConflictError: the key was used for another request.
     """
-    row = connection.execute(
-        f"{_SELECT} WHERE owner = ? AND idempotency_key = ?",
-        (record.owner, record.idempotency_key),
-    ).fetchone()
-    if row is None:
+    query = f"{_SELECT} WHERE owner = ? AND idempotency_key = ?"
+    found = _found(connection.execute(query, (record.owner, record.idempotency_key)))
+    if not found:
         return None
-    earlier = _record(row)
+    (earlier,) = found
     if earlier.fingerprint != record.fingerprint:
         raise ConflictError(
             f"the idempotency key {record.idempotency_key!r} was used for another request,"
@@ -173,13 +151,12 @@ def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None
     Raises:
         NotFoundError: there is none.
     """
-    row = connection.execute(f"{_SELECT} WHERE id = ?", (batch_id,)).fetchone()
-    record = None if row is None else _record(row)
-    if record is None or owner not in (None, record.owner):
+    found = _found(connection.execute(f"{_SELECT} WHERE id = ?", (batch_id,)))
+    if not found or owner not in (None, found[0].owner):
         raise NotFoundError(
             f"no such batch: {batch_id[:64]!r}", code="batch_not_found", param="batch_id"
         )
-    return record
+    return found[0]
 
 
 def find_response(connection: sqlite3.Connection, batch_id: str, owner: str) -> JobRecord:
@@ -188,16 +165,15 @@ def find_response(connection: sqlite3.Connection, batch_id: str, owner: str) -> 
     Raises:
         NotFoundError: there is none.
     """
-    row = connection.execute(
-        f"{_SELECT} WHERE id = ? AND owner = ? AND response IS NOT NULL", (batch_id, owner)
-    ).fetchone()
-    if row is None:
+    query = f"{_SELECT} WHERE id = ? AND owner = ? AND is_response"
+    found = _found(connection.execute(query, (batch_id, owner)))
+    if not found:
         raise NotFoundError(
             "no such response: it was deleted, has expired, or belongs to another key",
             code="response_not_found",
             param="response_id",
         )
-    return _record(row)
+    return found[0]
 
 
 def delete_response(
@@ -224,18 +200,11 @@ def delete_old(
 
     Returns True while there are more.
     """
-    # Nothing ends before its creation, which has an index.
-    rows = connection.execute(
-        f"{_SELECT} WHERE response IS {'NOT NULL' if are_responses else 'NULL'}"
-        f" AND created_at_s <= :by AND NOT {IS_UNFINISHED}"
-        " AND coalesce(completed_at_s, failed_at_s, expired_at_s, cancelled_at_s) <= :by"
-        " LIMIT 1000",
-        {"by": ended_by_s},
-    )
-    found = rows.fetchall()
-    for row in found:
-        _delete(connection, _record(row), now_s)
-    return len(found) == 1000
+    query = f"{_SELECT} WHERE is_response = ? AND ended_at_s <= ? LIMIT ?"
+    found = _found(connection.execute(query, (are_responses, ended_by_s, pages.MOST_ROWS)))
+    for record in found:
+        _delete(connection, record, now_s)
+    return len(found) == pages.MOST_ROWS
 
 
 def _delete(connection: sqlite3.Connection, record: JobRecord, now_s: float) -> None:
@@ -254,37 +223,19 @@ def page(
     limit: int,
     status: str | None = None,
 ) -> list[JobRecord]:
-    """Return up to ``limit`` batches of ``owner``, or of all and responses, the newest first.
-
-    Raises:
-        NotFoundError: ``after`` is no batch of ``owner``, and was none of late.
-    """
-    behind = None
-    conditions = ["TRUE"]
+    """Return batches of ``owner``, or batches and responses of all; see ``pages.page``."""
+    conditions = ["coalesce(:status, status) = status"]
     if owner is not None:
-        conditions.append("owner = :owner AND response IS NULL")
-    if status is not None:
-        conditions.append("status = :status")
-    if after is not None:
-        conditions.append("seq < :behind")
-        if (behind := place(connection, "batches", after, owner)) is None:
-            raise NotFoundError(
-                f"no such batch: {after[:64]!r}: begin the list anew",
-                code="batch_not_found",
-                param="after",
-            )
-    rows = connection.execute(
-        f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit",
-        {"owner": owner, "status": status, "behind": behind, "limit": limit},
+        conditions.append("owner = :owner AND is_response = 0")
+    values = {"owner": owner, "status": status}
+    return pages.page(
+        connection, "batches", JobRecord, conditions, values, after=after, limit=limit
     )
-    return [_record(row) for row in rows]
 
 
 def unfinished(connection: sqlite3.Connection) -> list[JobRecord]:
     """Return the batches that are in no final state, the oldest first."""
-    return [
-        _record(row) for row in connection.execute(f"{_SELECT} WHERE {IS_UNFINISHED} ORDER BY seq")
-    ]
+    return _found(connection.execute(f"{_SELECT} WHERE {IS_UNFINISHED} ORDER BY seq"))
 
 
 def apply(
@@ -312,24 +263,28 @@ def apply(
     after = transition(before, event, now_s)
     if after == before:
         return before
-    assignments = ", ".join(f"{name} = :{name}" for name in _COLUMNS)
-    connection.execute(f"UPDATE batches SET {assignments} WHERE id = :id", _row(after))
+    connection.execute("UPDATE batches SET record = ? WHERE id = ?", (encode(after), batch_id))
     if isinstance(event, Progressed | Finalized | Failed):
         _put_outputs(connection, after, now_s)
     if after.status.is_final and after.response is not None:
         file_rows.expire(connection, (after.input_file_id,), now_s)
     elif after.status.is_final and outbox_id is not None:
-        connection.execute(
-            f"INSERT INTO events ({_EVENT}, owner, due_at_s) VALUES (?, ?, ?, ?, 0, ?, ?)",
-            (outbox_id, f"batch.{after.status}", batch_id, now_s, after.owner, now_s),
+        end = BatchEvent(
+            id=outbox_id,
+            type=f"batch.{after.status}",
+            batch_id=batch_id,
+            created_at_s=now_s,
+            due_at_s=now_s,
         )
+        connection.execute("INSERT INTO events (record) VALUES (?)", (encode(end),))
     return after
 
 
 def add_online_delays(connection: sqlite3.Connection, added_s: Mapping[str, float]) -> None:
     """Add to what batches have delayed online requests by; an unknown batch is passed over."""
     connection.executemany(
-        "UPDATE batches SET online_delay_s = coalesce(online_delay_s, 0) + ? WHERE id = ?",
+        "UPDATE batches SET record = json_set(record, '$.online_delay_s',"
+        " coalesce(json_extract(record, '$.online_delay_s'), 0) + ?) WHERE id = ?",
         [(seconds, batch_id) for batch_id, seconds in added_s.items()],
     )
 
@@ -366,23 +321,27 @@ def move_owner(connection: sqlite3.Connection, owner: str, to: str) -> tuple[int
     if owner == to:
         return 0, 0
     connection.execute(
-        "UPDATE batches SET idempotency_key = NULL WHERE owner = :owner AND idempotency_key IN"
+        "UPDATE batches SET record = json_set(record, '$.idempotency_key', NULL)"
+        " WHERE owner = :owner AND idempotency_key IN"
         " (SELECT idempotency_key FROM batches WHERE owner = :to)",
         values,
     )
-    files, batches, *_ = (
-        connection.execute(f"UPDATE {table} SET owner = :to WHERE owner = :owner", values).rowcount
-        for table in ("files", "batches", "events", "places")
+    files, batches = (
+        connection.execute(
+            f"UPDATE {table} SET record = json_set(record, '$.owner', :to) WHERE owner = :owner",
+            values,
+        ).rowcount
+        for table in ("files", "batches")
     )
+    connection.execute("UPDATE places SET owner = :to WHERE owner = :owner", values)
     return files, batches
 
 
 def due_events(connection: sqlite3.Connection, now_s: float, limit: int) -> list[BatchEvent]:
     """Return events that are to be delivered now, the oldest first."""
-    query = f"SELECT {_EVENT} FROM events WHERE due_at_s <= ? ORDER BY seq LIMIT ?"
-    names = _EVENT.split(", ")
+    query = "SELECT record FROM events WHERE due_at_s <= ? ORDER BY seq LIMIT ?"
     rows = connection.execute(query, (now_s, limit))
-    return [BatchEvent(**dict(zip(names, row, strict=True))) for row in rows]
+    return [decode(record, BatchEvent) for (record,) in rows]
 
 
 def count_events(connection: sqlite3.Connection) -> int:
@@ -393,8 +352,11 @@ def count_events(connection: sqlite3.Connection) -> int:
 
 def postpone_event(connection: sqlite3.Connection, event_id: str, due_at_s: float) -> None:
     """Count a failed delivery; the event is due again at ``due_at_s``."""
-    query = "UPDATE events SET attempts = attempts + 1, due_at_s = ? WHERE id = ?"
-    connection.execute(query, (due_at_s, event_id))
+    connection.execute(
+        "UPDATE events SET record = json_set(record, '$.due_at_s', ?,"
+        " '$.attempts', json_extract(record, '$.attempts') + 1) WHERE id = ?",
+        (due_at_s, event_id),
+    )
 
 
 def settle_event(connection: sqlite3.Connection, event_id: str) -> None:
@@ -434,35 +396,5 @@ def suspects(connection: sqlite3.Connection) -> dict[str, dict[int, int]]:
     return found
 
 
-def _row(record: JobRecord) -> dict[str, Any]:
-    row = {name: getattr(record, name) for name in _PLAIN}
-    row |= {column: getattr(record.progress, name) for column, name in _PROGRESS.items()}
-    row |= asdict(record.progress.usage)
-    row["faults"] = _json([asdict(fault) for fault in record.faults])
-    for name in ("metadata", "response"):
-        value = getattr(record, name)
-        row[name] = None if value is None else _json(dict(value))
-    return row
-
-
-def _json(value: Any) -> str:
-    return encode_json(value).decode()
-
-
-def _record(values: tuple[Any, ...]) -> JobRecord:
-    row = dict(zip(_COLUMNS, values, strict=True))
-    usage = Usage(**{name: row[name] for name in _USAGE})
-    counts = {name: row[column] for column, name in _PROGRESS.items()}
-    plain = {name: row[name] for name in _PLAIN}
-    plain |= {
-        "status": Status(plain["status"]),
-        "is_paused": bool(plain["is_paused"]),
-        "is_past_deadline": bool(plain["is_past_deadline"]),
-    }
-    return JobRecord(
-        **plain,
-        progress=Progress(usage=usage, **counts),
-        faults=msgspec.convert(json.loads(row["faults"]), tuple[LineFault, ...]),
-        metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
-        response=None if row["response"] is None else json.loads(row["response"]),
-    )
+def _found(rows: Iterable[tuple[str]]) -> list[JobRecord]:
+    return [decode(record, JobRecord) for (record,) in rows]

@@ -1,189 +1,111 @@
-"""The database: checked, durable, at this version's schema, in the thread that owns it.
+"""The database: checked, durable, and in threads of its own.
 
-The schema is the steps that lead to it. A released step is never changed.
+A row is a record in JSON. What queries and indexes need of a record are generated columns, which
+SQLite reads out of the JSON.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, TypeVar
+
+import msgspec
 
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.background import WorkerThreads
 
 _T = TypeVar("_T")
 
-_FILES = """
-CREATE TABLE files (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    owner TEXT NOT NULL,
-    filename TEXT NOT NULL,
-    purpose TEXT NOT NULL,
-    size_bytes INTEGER NOT NULL,
-    created_at_s REAL NOT NULL,
-    expires_at_s REAL
-) STRICT
-"""
-
-_BATCHES = """
-CREATE TABLE batches (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    owner TEXT NOT NULL,
-    endpoint TEXT NOT NULL,
-    input_file_id TEXT NOT NULL,
-    output_file_id TEXT NOT NULL,
-    error_file_id TEXT NOT NULL,
-    completion_window TEXT NOT NULL,
-    metadata TEXT,
-    output_expires_after_s REAL,
-    priority INTEGER NOT NULL,
-    weight REAL NOT NULL,
-    idempotency_key TEXT,
-    fingerprint TEXT NOT NULL,
-    status TEXT NOT NULL,
-    is_paused INTEGER NOT NULL,
-    is_past_deadline INTEGER NOT NULL,
-    created_at_s REAL NOT NULL,
-    expires_at_s REAL NOT NULL,
-    in_progress_at_s REAL,
-    finalizing_at_s REAL,
-    completed_at_s REAL,
-    failed_at_s REAL,
-    expired_at_s REAL,
-    cancelling_at_s REAL,
-    cancelled_at_s REAL,
-    total_lines INTEGER NOT NULL,
-    estimated_tokens INTEGER NOT NULL,
-    completed_lines INTEGER NOT NULL,
-    failed_lines INTEGER NOT NULL,
-    output_bytes INTEGER NOT NULL,
-    error_bytes INTEGER NOT NULL,
-    finished_estimated_tokens INTEGER NOT NULL,
-    input_tokens INTEGER NOT NULL,
-    cached_tokens INTEGER NOT NULL,
-    output_tokens INTEGER NOT NULL,
-    reasoning_tokens INTEGER NOT NULL,
-    faults TEXT NOT NULL
-) STRICT
-"""
-
-_EVENTS = """
-CREATE TABLE events (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    type TEXT NOT NULL,
-    batch_id TEXT NOT NULL,
-    owner TEXT NOT NULL,
-    created_at_s REAL NOT NULL,
-    attempts INTEGER NOT NULL,
-    due_at_s REAL NOT NULL
-) STRICT
-"""
-
-_SUSPECTS = """
-CREATE TABLE suspects (
-    batch_id TEXT NOT NULL,
-    line INTEGER NOT NULL,
-    deaths INTEGER NOT NULL,
-    last_run TEXT NOT NULL,
-    PRIMARY KEY (batch_id, line)
-) STRICT, WITHOUT ROWID
-"""
-
-MIGRATIONS: Final = (
-    (
-        _FILES,
-        "CREATE INDEX files_by_owner ON files (owner, seq)",
-        "CREATE INDEX files_by_expiry ON files (expires_at_s) WHERE expires_at_s IS NOT NULL",
-        _BATCHES,
-        "CREATE INDEX batches_by_owner ON batches (owner, seq)",
-        "CREATE UNIQUE INDEX batches_by_key ON batches (owner, idempotency_key)"
-        " WHERE idempotency_key IS NOT NULL",
-        "CREATE INDEX batches_unfinished ON batches (seq)"
-        " WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')",
-        _EVENTS,
-    ),
-    (
-        _SUSPECTS,
-        # What answered the lines so far, and how many lines something else had answered.
-        "ALTER TABLE batches ADD COLUMN model TEXT",
-        "ALTER TABLE batches ADD COLUMN earlier_model_lines INTEGER NOT NULL DEFAULT 0",
-    ),
-    (
-        # What offline work got in each hour since the epoch.
-        "CREATE TABLE served_hours"
-        " (hour INTEGER PRIMARY KEY, tokens REAL NOT NULL, busy_s REAL NOT NULL) STRICT",
-        # How long a batch was to take; null where that cannot be compared with what it took.
-        "ALTER TABLE batches ADD COLUMN forecast_s REAL",
-    ),
-    (
-        # By how much a batch has delayed online requests.
-        "ALTER TABLE batches ADD COLUMN online_delay_s REAL",
-    ),
-    ("DROP TABLE served_hours",),
-    (
-        # What the object of a background response repeats of its request, in JSON; null for a
-        # batch.
-        "ALTER TABLE batches ADD COLUMN response TEXT",
-        "CREATE INDEX responses ON batches (created_at_s) WHERE response IS NOT NULL",
-    ),
-    ("ALTER TABLE batches ADD COLUMN model_name TEXT",),
-    (
-        # What a row takes, nearly: of its owner's ended batches there are so many bytes at most.
-        "ALTER TABLE batches ADD COLUMN row_bytes INTEGER GENERATED ALWAYS AS"
-        " (512 + length(CAST(faults AS BLOB)) + coalesce(length(CAST(metadata AS BLOB)), 0)"
-        " + coalesce(length(CAST(response AS BLOB)), 0)) VIRTUAL",
-        "CREATE INDEX batches_ended ON batches (owner, status, row_bytes)",
-        "CREATE INDEX batches_by_age ON batches (created_at_s) WHERE response IS NULL",
-        # Where in the order of its kind a row was that is gone: a list goes on behind it.
-        "CREATE TABLE places (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,"
-        " owner TEXT NOT NULL, seq INTEGER NOT NULL) STRICT",
-        *(
-            f"CREATE TRIGGER {table}_deleted AFTER DELETE ON {table} BEGIN"
-            " INSERT OR REPLACE INTO places (id, owner, seq) VALUES (old.id, old.owner, old.seq);"
-            f" DELETE FROM places WHERE number <= (SELECT max(number) FROM places) - 100000; END"
-            for table in ("files", "batches")
-        ),
-    ),
-    (
-        "ALTER TABLE batches DROP COLUMN weight",
-        "ALTER TABLE batches DROP COLUMN forecast_s",
+SCHEMA: Final = (
+    """
+    CREATE TABLE files (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        record TEXT NOT NULL,
+        id TEXT NOT NULL UNIQUE AS (json_extract(record, '$.id')),
+        owner TEXT NOT NULL AS (json_extract(record, '$.owner')),
+        purpose TEXT NOT NULL AS (json_extract(record, '$.purpose')),
+        size_bytes INTEGER NOT NULL AS (json_extract(record, '$.size_bytes')),
+        expires_at_s REAL AS (json_extract(record, '$.expires_at_s'))
+    ) STRICT
+    """,
+    "CREATE INDEX files_by_owner ON files (owner, seq)",
+    "CREATE INDEX files_by_purpose ON files (owner, purpose, size_bytes)",
+    "CREATE INDEX files_by_expiry ON files (expires_at_s) WHERE expires_at_s IS NOT NULL",
+    """
+    CREATE TABLE batches (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        record TEXT NOT NULL,
+        id TEXT NOT NULL UNIQUE AS (json_extract(record, '$.id')),
+        owner TEXT NOT NULL AS (json_extract(record, '$.owner')),
+        idempotency_key TEXT AS (json_extract(record, '$.idempotency_key')),
+        is_response INTEGER NOT NULL AS (json_extract(record, '$.response') IS NOT NULL),
+        input_file_id TEXT NOT NULL AS (json_extract(record, '$.input_file_id')),
+        output_file_id TEXT NOT NULL AS (json_extract(record, '$.output_file_id')),
+        error_file_id TEXT NOT NULL AS (json_extract(record, '$.error_file_id')),
+        status TEXT NOT NULL AS (json_extract(record, '$.status')),
+        ended_at_s REAL AS (coalesce(
+            json_extract(record, '$.completed_at_s'), json_extract(record, '$.failed_at_s'),
+            json_extract(record, '$.expired_at_s'), json_extract(record, '$.cancelled_at_s')
+        )),
+        row_bytes INTEGER NOT NULL AS (length(CAST(record AS BLOB)))
+    ) STRICT
+    """,
+    "CREATE INDEX batches_by_owner ON batches (owner, is_response, seq)",
+    "CREATE UNIQUE INDEX batches_by_key ON batches (owner, idempotency_key)"
+    " WHERE idempotency_key IS NOT NULL",
+    # With all that is asked of many of them, so that no record is parsed for that.
+    "CREATE INDEX batches_unfinished ON batches"
+    " (seq, is_response, owner, input_file_id, output_file_id, error_file_id)"
+    " WHERE ended_at_s IS NULL",
+    "CREATE INDEX batches_ended ON batches (owner, row_bytes) WHERE ended_at_s IS NOT NULL",
+    "CREATE INDEX batches_by_end ON batches (is_response, ended_at_s) WHERE ended_at_s IS NOT NULL",
+    """
+    CREATE TABLE events (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        record TEXT NOT NULL,
+        id TEXT NOT NULL UNIQUE AS (json_extract(record, '$.id')),
+        due_at_s REAL NOT NULL AS (json_extract(record, '$.due_at_s'))
+    ) STRICT
+    """,
+    """
+    CREATE TABLE suspects (
+        batch_id TEXT NOT NULL,
+        line INTEGER NOT NULL,
+        deaths INTEGER NOT NULL,
+        last_run TEXT NOT NULL,
+        PRIMARY KEY (batch_id, line)
+    ) STRICT, WITHOUT ROWID
+    """,
+    # Where in the order of its kind a row was that is gone: a list goes on behind it.
+    "CREATE TABLE places (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,"
+    " owner TEXT NOT NULL, seq INTEGER NOT NULL) STRICT",
+    *(
+        f"CREATE TRIGGER {table}_deleted AFTER DELETE ON {table} BEGIN"
+        " INSERT OR REPLACE INTO places (id, owner, seq) VALUES (old.id, old.owner, old.seq);"
+        " DELETE FROM places WHERE number <= (SELECT max(number) FROM places) - 100000; END"
+        for table in ("files", "batches")
     ),
 )
-"""Step ``n`` takes a database from version ``n`` to ``n + 1``."""
 
-
-def place(connection: sqlite3.Connection, table: str, row_id: str, owner: str | None) -> int | None:
-    """Return where in the order of ``table`` a row of ``owner`` is, or was; None if unknown.
-
-    None as ``owner`` is anybody. The last 100,000 deleted rows are known.
-    """
-    owned = "id = :id AND coalesce(:owner, owner) = owner"
-    row = connection.execute(
-        f"SELECT seq FROM {table} WHERE {owned} UNION ALL SELECT seq FROM places WHERE {owned}",
-        {"id": row_id, "owner": owner},
-    ).fetchone()
-    return None if row is None else int(row[0])
+LAYOUT: Final = 10
+"""Number of the tables and columns above. A field of a record is neither, so another field leaves
+the number as it is."""
 
 
 _APPLICATION_ID: Final = 0x636F7376
 """Identifies our databases among SQLite files."""
 
 
-def open_database(
-    path: Path, migrations: Sequence[Sequence[str]] = MIGRATIONS
-) -> sqlite3.Connection:
+def open_database(path: Path) -> sqlite3.Connection:
     """Open ``path``, or make it. The connection belongs to the calling thread.
 
     What a transaction has written is on the disk when it has been committed.
 
     Raises:
-        StartupError: it is damaged, not ours, from a later version, or cannot be
+        StartupError: it is damaged, not ours, of another layout, or cannot be
             written. Nothing is changed then.
     """
     try:
@@ -191,12 +113,18 @@ def open_database(
     except sqlite3.Error as error:
         raise _unusable(path, str(error)) from error
     try:
-        _check(connection, path, len(migrations))
+        is_new = _check(connection, path)
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise _unusable(path, f"its file system supports no write-ahead log ({mode})")
         connection.execute("PRAGMA synchronous = FULL")
-        _migrate(connection, migrations)
+        if is_new:
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in SCHEMA:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {LAYOUT}")
+            connection.execute("COMMIT")
     except sqlite3.Error as error:
         connection.close()
         raise _unusable(path, str(error)) from error
@@ -206,26 +134,24 @@ def open_database(
     return connection
 
 
-def _check(connection: sqlite3.Connection, path: Path, newest: int) -> None:
+def _check(connection: sqlite3.Connection, path: Path) -> bool:
+    """Return True if the database is empty."""
     faults = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
     if faults != ["ok"]:
         raise _unusable(path, f"it is damaged ({faults[0].splitlines()[-1]})")
-    version = _pragma(connection, "user_version")
-    is_new = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
-    if not is_new and _pragma(connection, "application_id") != _APPLICATION_ID:
+    if not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+        return True
+    if _pragma(connection, "application_id") != _APPLICATION_ID:
         raise _unusable(path, "it is the database of another program")
-    if version > newest:
-        raise _unusable(path, f"its schema is version {version}, this program's {newest}")
-
-
-def _migrate(connection: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -> None:
-    for version in range(_pragma(connection, "user_version"), len(migrations)):
-        connection.execute("BEGIN IMMEDIATE")
-        for statement in migrations[version]:
-            connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {version + 1}")
-        connection.execute("COMMIT")
+    layout = _pragma(connection, "user_version")
+    if layout != LAYOUT:
+        writer = "0.1.0" if layout < LAYOUT else "of a later version"
+        raise StartupError(
+            f"cannot use the batch database {path}: sglang_coserve {writer} wrote it (layout"
+            f" {layout}, and this version has {LAYOUT}); finish its batches with that version, then"
+            " move the whole data directory away, or name another --coserve-data-dir"
+        )
+    return False
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
@@ -238,6 +164,12 @@ def _unusable(path: Path, reason: str) -> StartupError:
         f"cannot use the batch database {path}: {reason}; restore it, move it away, or name"
         " another --coserve-data-dir"
     )
+
+
+def _open_for_lists(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA query_only = ON")
+    return connection
 
 
 _P = ParamSpec("_P")
@@ -253,10 +185,13 @@ class Store:
         connection: sqlite3.Connection,
         make_room: Callable[[], None],
     ) -> None:
+        """Made by ``open``."""
         self._path = path
         self._thread = thread
         self._connection = connection
         self._make_room = make_room
+        self.lists = self
+        """The same database, read in another thread: no commit waits for a list."""
 
     @classmethod
     async def open(cls, path: Path, make_room: Callable[[], None] = lambda: None) -> Store:
@@ -267,9 +202,25 @@ class Store:
         Raises:
             StartupError: see ``open_database``.
         """
-        thread = WorkerThreads("coserve-store", 1)
+        store = await cls._open("coserve-store", open_database, path, make_room)
         try:
-            return cls(path, thread, await thread.run(open_database, path), make_room)
+            store.lists = await cls._open("coserve-lists", _open_for_lists, path, make_room)
+        except BaseException:
+            await store.close()
+            raise
+        return store
+
+    @classmethod
+    async def _open(
+        cls,
+        name: str,
+        connect: Callable[[Path], sqlite3.Connection],
+        path: Path,
+        make_room: Callable[[], None],
+    ) -> Store:
+        thread = WorkerThreads(name, 1)
+        try:
+            return cls(path, thread, await thread.run(connect, path), make_room)
         except BaseException:
             await thread.close()
             raise
@@ -293,6 +244,8 @@ class Store:
 
     async def close(self) -> None:
         """Close the database."""
+        if self.lists is not self:
+            await self.lists.close()
         await self._thread.run(self._connection.close)
         await self._thread.close()
 
@@ -305,7 +258,7 @@ class Store:
                     raise
             self._make_room()
             return self._attempt(work)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, msgspec.ValidationError) as error:
             raise StorageError(f"the batch database {self._path} failed: {error}") from error
 
     def _attempt(self, work: Callable[[], _T]) -> _T:

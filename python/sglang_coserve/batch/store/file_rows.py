@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
+from typing import Final
 
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
-from sglang_coserve.batch.record import UNFINISHED, FileRecord, Status
-from sglang_coserve.batch.store.database import place
+from sglang_coserve.batch.record import FileRecord
+from sglang_coserve.batch.store import pages
+from sglang_coserve.batch.store.records import decode, encode
 
-UPLOAD = "upload"
+UPLOAD: Final = "upload"
 """The purpose of an upload that is not complete; those of its parts begin with it. None of them is
 listed."""
 
-_COLUMNS = "id, owner, filename, purpose, size_bytes, created_at_s, expires_at_s"
-_VALUES = ":id, :owner, :filename, :purpose, :size_bytes, :created_at_s, :expires_at_s"
-IS_UNFINISHED = f"status IN {tuple(map(str, UNFINISHED))}"
-"""A condition on batches. Written as the index on them has it, or SQLite does not use that."""
+IS_UNFINISHED: Final = "ended_at_s IS NULL"
+"""A condition on batches, as the index of unfinished ones has it."""
 
-HAS_ENDED = f"status IN {tuple(str(each) for each in Status if each.is_final)}"
-"""The other one."""
-
-_USED_BY = f"""
+_USED_BY: Final = f"""
 SELECT id FROM batches WHERE {IS_UNFINISHED}
 AND :id IN (input_file_id, output_file_id, error_file_id)
 """
@@ -31,15 +26,15 @@ AND :id IN (input_file_id, output_file_id, error_file_id)
 
 def insert(connection: sqlite3.Connection, file: FileRecord) -> None:
     """Add a file."""
-    connection.execute(f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES})", asdict(file))
+    connection.execute("INSERT INTO files (record) VALUES (?)", (encode(file),))
 
 
 def put_output(connection: sqlite3.Connection, file: FileRecord) -> None:
     """Add the output of a running batch, or note its new size and times."""
     connection.execute(
-        f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES}) ON CONFLICT (id) DO UPDATE SET"
-        " size_bytes = :size_bytes, created_at_s = :created_at_s, expires_at_s = :expires_at_s",
-        asdict(file),
+        "INSERT INTO files (record) VALUES (?)"
+        " ON CONFLICT (id) DO UPDATE SET record = excluded.record",
+        (encode(file),),
     )
 
 
@@ -70,16 +65,20 @@ def find(
         NotFoundError: there is none, or it has expired.
     """
     row = connection.execute(
-        f"SELECT {_COLUMNS} FROM files WHERE id = ? AND owner = ?"
+        "SELECT record FROM files WHERE id = ? AND owner = ?"
         " AND (expires_at_s IS NULL OR expires_at_s > ?)"
         f" AND iif(? IS NULL, purpose NOT LIKE '{UPLOAD}%', purpose = ?)",
         (file_id, owner, now_s, purpose, purpose),
     ).fetchone()
     if row is None:
-        raise NotFoundError(
-            f"no such file: {file_id[:64]!r}", code="file_not_found", param="file_id"
-        )
-    return _record(row)
+        raise _no_file(file_id)
+    return decode(row[0], FileRecord)
+
+
+def with_purpose(connection: sqlite3.Connection, owner: str, purpose: str) -> list[str]:
+    """Return the ids of the files of ``owner`` that have this ``purpose``."""
+    query = "SELECT id FROM files WHERE owner = ? AND purpose = ?"
+    return [file_id for (file_id,) in connection.execute(query, (owner, purpose))]
 
 
 def page(
@@ -92,35 +91,23 @@ def page(
     is_ascending: bool,
     purpose: str | None,
 ) -> list[FileRecord]:
-    """Return up to ``limit`` files of ``owner`` in the order of their creation.
-
-    Raises:
-        NotFoundError: ``after`` is no file of ``owner``, and was none of late.
-    """
-    behind = None
+    """Return files of ``owner`` in the order of their creation; see ``pages.page``."""
     # The files of a response are seen through its object only.
     conditions = [
         f"owner = :owner AND purpose NOT LIKE '{UPLOAD}%' AND purpose <> 'response'",
         "(expires_at_s IS NULL OR expires_at_s > :now_s)",
+        "coalesce(:purpose, purpose) = purpose",
     ]
-    if after is not None:
-        sign = ">" if is_ascending else "<"
-        conditions.append(f"seq {sign} :behind")
-        if (behind := place(connection, "files", after, owner)) is None:
-            raise NotFoundError(
-                f"no such file: {after[:64]!r}: begin the list anew",
-                code="file_not_found",
-                param="after",
-            )
-    if purpose is not None:
-        conditions.append("purpose = :purpose")
-    query = (
-        f"SELECT {_COLUMNS} FROM files WHERE {' AND '.join(conditions)}"
-        f" ORDER BY seq {'ASC' if is_ascending else 'DESC'} LIMIT :limit"
+    return pages.page(
+        connection,
+        "files",
+        FileRecord,
+        conditions,
+        {"owner": owner, "now_s": now_s, "purpose": purpose},
+        after=after,
+        limit=limit,
+        is_ascending=is_ascending,
     )
-    values = {"owner": owner, "now_s": now_s, "purpose": purpose, "limit": limit}
-    values["behind"] = behind
-    return [_record(row) for row in connection.execute(query, values)]
 
 
 def delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
@@ -134,9 +121,7 @@ def delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
         "SELECT 1 FROM files WHERE id = ? AND owner = ?", (file_id, owner)
     ).fetchone()
     if found is None:
-        raise NotFoundError(
-            f"no such file: {file_id[:64]!r}", code="file_not_found", param="file_id"
-        )
+        raise _no_file(file_id)
     user = connection.execute(_USED_BY, {"id": file_id}).fetchone()
     if user is not None:
         raise ConflictError(
@@ -150,7 +135,8 @@ def delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
 def expire(connection: sqlite3.Connection, file_ids: Iterable[str], now_s: float) -> None:
     """Have files expire now; an unknown one is passed over."""
     connection.executemany(
-        "UPDATE files SET expires_at_s = ? WHERE id = ?", [(now_s, each) for each in file_ids]
+        "UPDATE files SET record = json_set(record, '$.expires_at_s', ?) WHERE id = ?",
+        [(now_s, each) for each in file_ids],
     )
 
 
@@ -165,5 +151,6 @@ def expired(connection: sqlite3.Connection, now_s: float, limit: int) -> list[tu
     return [(owner, file_id) for owner, file_id in rows]
 
 
-def _record(row: tuple[Any, ...]) -> FileRecord:
-    return FileRecord(**dict(zip(_COLUMNS.split(", "), row, strict=True)))
+def _no_file(file_id: str) -> NotFoundError:
+    message = f"no such file: {file_id[:64]!r}"
+    return NotFoundError(message, code="file_not_found", param="file_id")

@@ -6,7 +6,7 @@ and crashes are those of files. They are deleted once the upload is complete or 
 
 from __future__ import annotations
 
-import sqlite3
+import logging
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,23 +19,28 @@ from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError, NotFoundError, TooLargeError
 from sglang_coserve.batch.file_store import FileStore, once
 from sglang_coserve.batch.record import FileRecord
-from sglang_coserve.batch.schemas import ExpiresAfter, FileObject
+from sglang_coserve.batch.schemas import ExpiresAfter, FileObject, RequestBody, ignored_fields
 from sglang_coserve.batch.store import file_rows
+
+_log = logging.getLogger(__name__)
 
 _LIFETIME_S: Final = 3600.0
 """As OpenAI's: what is not complete by then is deleted."""
 
 
-class CreateUpload(BaseModel):
+class CreateUpload(RequestBody):
     """What a file is to become that comes in parts."""
 
     filename: Annotated[str, Field(min_length=1, max_length=255)]
     purpose: Literal["batch"]
     bytes: Annotated[int, Field(ge=0)]
+    mime_type: str | None = None
+    """Has no effect."""
+
     expires_after: ExpiresAfter | None = None
 
 
-class CompleteUpload(BaseModel):
+class CompleteUpload(RequestBody):
     """The parts in their order, and a sum over all of them."""
 
     part_ids: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=10_000)]
@@ -111,6 +116,8 @@ class Uploads:
             once(request.model_dump_json().encode()),
             lambda now_s: now_s + _LIFETIME_S,
         )
+        if warning := ignored_fields(request.ignored):
+            _log.warning("upload %s: %r", upload.id, warning)
         return UploadObject.of(upload, request, "pending")
 
     async def add_part(
@@ -159,6 +166,8 @@ class Uploads:
         except NotFoundError:  # Another call was faster: it alone has made a file.
             await self.files.remove(owner, file.id)
             raise
+        if warning := ignored_fields(request.ignored):
+            _log.warning("upload %s: %r", upload_id, warning)
         return UploadObject.of(upload, wanted, "completed", FileObject.of(file))
 
     async def cancel(self, owner: str, upload_id: str) -> UploadObject:
@@ -204,7 +213,7 @@ class Uploads:
         Raises:
             NotFoundError: somebody else has.
         """
-        part_ids = await self.context.store.run(_parts, owner, upload_id)
+        part_ids = await self.context.store.run(file_rows.with_purpose, owner, _part_of(upload_id))
         try:
             await self.files.remove(owner, upload_id)
         except NotFoundError:
@@ -217,12 +226,6 @@ class Uploads:
 def _part_of(upload_id: str) -> str:
     """Return the purpose of a part of an upload."""
     return f"{file_rows.UPLOAD}/{upload_id}"
-
-
-def _parts(connection: sqlite3.Connection, owner: str, upload_id: str) -> list[str]:
-    """Return the ids of the parts of an upload. O(files of the owner)."""
-    query = "SELECT id FROM files WHERE owner = ? AND purpose = ?"
-    return [part for (part,) in connection.execute(query, (owner, _part_of(upload_id)))]
 
 
 def _gone(what: str, row_id: str) -> NotFoundError:
