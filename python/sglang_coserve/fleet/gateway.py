@@ -43,7 +43,7 @@ from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_b
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.engine import follow
+from sglang_coserve.fleet.discovery import follow
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status
 from sglang_coserve.fleet.served_model import keep_remembered, model_routes, remembered

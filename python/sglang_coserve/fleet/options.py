@@ -13,7 +13,7 @@ from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.config.flags import FlagParser, add_flags, setting
 from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router
+from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router
 from sglang_coserve.logs import LOG_FORMATS
 from sglang_coserve.network import check_key
 
