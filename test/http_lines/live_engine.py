@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from batch.scripted_backend import ScriptedBackend
+from sglang_coserve.asgi import FramingMiddleware, UnreadBodyMiddleware
 from sglang_coserve.batch.routes.caller import set_admin_key
 from sglang_coserve.config.coserve import Pool
 from sglang_coserve.http_lines.engine_load import WantedLines
@@ -78,6 +79,8 @@ class LiveEngine(LiveApp):
         add_line_routes(self.app)
         set_admin_key(self.app, ADMIN_KEY)
         set_line_server(self.app, self.lines)
+        for middleware in (UnreadBodyMiddleware, FramingMiddleware):
+            self.app.add_middleware(middleware)
         super().__init__(self.app, port=port)
 
     async def _report(self, report: EngineReport) -> EngineReport:

@@ -8,10 +8,10 @@ from typing import Any
 
 import openai
 import pytest
+from sglang_coserve.http_lines.engine_connection import EngineConnection
 
 from batch.route_calls import completed, texts, until
 from calls import exported
-from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineMovedError, LineRequest
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment, create, lines
 from waiting import GIVE_UP_S, eventually

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from sglang_coserve.http_lines.engine_connection import EngineConnection
+
 from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
 from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment

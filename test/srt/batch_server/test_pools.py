@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+from sglang_coserve.http_lines.engine_connection import EngineConnection
 
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment
