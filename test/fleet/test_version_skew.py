@@ -72,6 +72,7 @@ REPORT = EngineReport(
     4,
     3,
     1,
+    2,
     5.0,
     "strict",
     WantedLines(1, 2, 3),

@@ -140,7 +140,11 @@ def _engine_status(fleet: FleetBackend, engine: RemoteEngine) -> dict[str, Any]:
         "lines_served": engine.lines_served,
         "lines_lost": engine.lines_lost,
         "offline_tokens_per_s": engine.rate.per_s(),
-        "offline": report and {"running": report.running, "waiting": report.waiting},
+        "load": report
+        and {
+            "online": {"running": report.online_running},
+            "offline": {"running": report.running, "waiting": report.waiting},
+        },
     }
 
 

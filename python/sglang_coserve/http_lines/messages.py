@@ -110,6 +110,9 @@ class EngineReport(msgspec.Struct, frozen=True):
     waiting: int = 0
     """Offline requests that wait in the engine."""
 
+    online_running: int = 0
+    """Online requests that hold KV."""
+
     expected_tokens_per_s: float | None = None
     """Predicted rate of offline work; None if unknown."""
 

@@ -143,6 +143,7 @@ async def _complete_report(manager: Any, health: Health, report: EngineReport) -
         pulse_age_s=pulse_age_s,
         running=load.offline.running,
         waiting=load.offline.waiting,
+        online_running=load.online.running,
         pool=load.pool,
         wants=load.wants,
         refuses="the engine is draining" if health.is_draining else report.refuses,
