@@ -26,6 +26,7 @@ from sglang_coserve.fleet.line_placement.placement import (
 )
 from sglang_coserve.fleet.line_placement.served_model import served_model
 from sglang_coserve.fleet.optional_parts import LINE_MOVES
+from sglang_coserve.fleet.routed_engines import RoutedEngines
 from sglang_coserve.fleet.served_model import ServedModel
 from sglang_coserve.http_lines.http_engine import HttpEngine
 from sglang_coserve.http_lines.messages import EngineDelays, EngineLostError, EngineRefusesError
@@ -132,12 +133,22 @@ class FleetBackend(Backend):
         self,
         admin_key: str,
         *,
+        routers: Iterable[RoutedEngines] = (),
         background: TaskSupervisor | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
         look_interval_s: float = _LOOK_INTERVAL_S,
     ) -> None:
-        """``admin_key`` is that of every engine; ``background`` runs what watches them."""
+        """Know no engine yet.
+
+        Args:
+            admin_key: The admin key of every engine.
+            routers: What stands at the addresses of routers, in place of an engine.
+            background: Runs what watches the engines.
+            monotonic_s: The time, in seconds.
+            look_interval_s: How often an engine is looked at.
+        """
         self._admin_key = admin_key
+        self._routers = {router.url: router for router in routers}
         self._background = background or TaskSupervisor()
         self._monotonic_s = monotonic_s
         self._look_interval_s = look_interval_s
@@ -214,7 +225,8 @@ class FleetBackend(Backend):
         self.left_out = left_out
 
     def _add(self, url: str) -> None:
-        engine = RemoteEngine(HttpEngine(url, self._admin_key), self._monotonic_s)
+        http = self._routers.get(url) or HttpEngine(url, self._admin_key)
+        engine = RemoteEngine(http, self._monotonic_s)
         self._engines[url] = engine
         self._update_placement(engine)
         self._watching[url] = self._background.start(_WATCH, partial(self._watch, engine), url)

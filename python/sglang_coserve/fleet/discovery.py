@@ -131,11 +131,14 @@ async def follow(
     set_engines: Callable[[Sequence[str]], None],
     interval_s: float = _LOOK_INTERVAL_S,
 ) -> None:
-    """Call ``set_engines`` with the engines that all sources know, again and again.
+    """Call ``set_engines`` with the engines that all sources know, again and again; never without
+    a source.
 
     Where a source fails, however it does, its last answer counts: otherwise an outage of the DNS
     would take all engines away.
     """
+    if not sources:
+        return
     known: list[Sequence[str]] = [[] for _ in sources]
     failures: list[str | None] = [None for _ in sources]
     while True:

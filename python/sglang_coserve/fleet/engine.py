@@ -11,6 +11,7 @@ from typing import Final
 
 from sglang_coserve.config.coserve import Pool
 from sglang_coserve.fleet.line_placement.failure_streak import FailureStreak
+from sglang_coserve.fleet.routed_engines import RoutedEngines
 from sglang_coserve.http_lines.http_engine import HttpEngine
 from sglang_coserve.http_lines.messages import (
     EngineLostError,
@@ -65,7 +66,9 @@ class RemoteEngine:
     but its counts are not used.
     """
 
-    def __init__(self, http: HttpEngine, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, http: HttpEngine | RoutedEngines, monotonic_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self.http = http
         self._monotonic_s = monotonic_s
         self.state = EngineState.DOWN
@@ -183,5 +186,7 @@ def line_window(report: EngineReport) -> int:
     An engine that has much to do for others gets fewer lines of us, and at least one, so that every
     job goes on. Lines of which the engine's schedulers do not know yet count as waiting.
     """
+    if report.most_lines is not None:
+        return report.most_lines
     running = min(report.lines - report.waiting, report.running)
     return max(1, running + LINES_AHEAD)

@@ -113,6 +113,9 @@ class EngineReport(msgspec.Struct, frozen=True):
     online_running: int = 0
     """Online requests that hold KV."""
 
+    most_lines: int | None = None
+    """Most lines that it is to have at a time; None if ``running`` and ``waiting`` say it."""
+
     expected_tokens_per_s: float | None = None
     """Predicted rate of offline work; None if unknown."""
 
