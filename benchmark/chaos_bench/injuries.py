@@ -31,6 +31,8 @@ _FULL_DISK_BYTES: Final = 1 << 20
 
 _FULL_DISK_S: Final = 4.0
 _FAILING_SYNCS_S: Final = 4.0
+_CUTS: Final = 8
+_CUT_EVERY_S: Final = 3.0
 
 Injury = Callable[[Servers], bool]
 """False when no engine is there to be hurt."""
@@ -96,6 +98,28 @@ def freeze(servers: Servers, server: LocalServer) -> float | None:
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGCONT)
     return None if servers.is_fleet else began_s
+
+
+def freeze_scheduler(servers: Servers, server: LocalServer) -> None:
+    """Stop the schedulers of an engine for a while; its HTTP server answers as before."""
+    children = psutil.Process(server.pid).children(recursive=True)
+    frozen = [child for child in children if _is_scheduler(child)]
+    try:
+        for child in frozen:
+            child.suspend()
+        time.sleep(servers.frozen_s)
+    finally:
+        for child in frozen:
+            with suppress(psutil.NoSuchProcess):
+                child.resume()
+
+
+def cut_connections(servers: Servers) -> bool:
+    """Cut all connections between the gateway and its engines, again and again."""
+    for _ in range(_CUTS):
+        servers.proxy.cut()
+        time.sleep(_CUT_EVERY_S)
+    return True
 
 
 def fill_disk(servers: Servers, server: LocalServer) -> None:
@@ -184,6 +208,8 @@ OF_A_FLEET: Final[Mapping[str, Injury]] = {
     "kill -9 of a scheduler": _of_one(partial(kill_child, name="sglang::scheduler")),
     "drain of an engine": _of_one(drain),
     "SIGSTOP of an engine": _of_one(freeze),
+    "SIGSTOP of a scheduler": _of_one(freeze_scheduler),
+    "connections cut every 3 s": cut_connections,
     "rolling restart": restart_all,
 }
 
@@ -199,6 +225,12 @@ def _post(server: LocalServer, path: str, **body: str) -> None:
         httpx.post(url, json=body, timeout=_CALL_TIMEOUT_S, trust_env=False).raise_for_status()
     except httpx.HTTPError as error:
         raise ChaosError(f"POST {path}: {error}") from error
+
+
+def _is_scheduler(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return any("sglang::scheduler" in part for part in process.cmdline())
+    return False
 
 
 def _runs(process: psutil.Process) -> bool:

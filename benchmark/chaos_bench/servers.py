@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Self
 
 import psutil
 
+from chaos_bench.cut_proxy import CutProxy
 from chaos_bench.figures import ChaosError, Interval
 from chaos_bench.torn_tails import DiskFaults
 from sglang_coserve.errors import StartupError
@@ -66,11 +67,15 @@ class Servers:
         self._spared = 1 if spares_one else 0
         self.model_path = flags[list(flags).index("--model-path") + 1]
         keeps = ["--coserve-data-dir", str(work / "data")]
+        self._stack = ExitStack()
         if self.is_fleet:
             few = {"OMP_NUM_THREADS": "1"}  # Several share the cores.
             flags = [*flags, "--admin-api-key", _KEY]
             self.engines = [self._made(f"engine-{n}", flags, few) for n in range(engines)]
-            urls = [word for engine in self.engines for word in ("--engine", engine.base_url)]
+            self.proxy = CutProxy([engine.port for engine in self.engines])
+            ports = self._stack.enter_context(self.proxy).ports
+            addresses = [f"http://127.0.0.1:{ports[engine.port]}" for engine in self.engines]
+            urls = [word for address in addresses for word in ("--engine", address)]
             environment = {"COSERVE_ENGINE_ADMIN_KEY": _KEY}
             module = "sglang_coserve.fleet"
             self.keeper = self._made("gateway", [*keeps, *urls], environment, module=module)
@@ -119,6 +124,7 @@ class Servers:
             if not engine.has_ended:
                 engine.kill()
         self._pool.shutdown()
+        self._stack.close()
         for engine in self.engines:
             engine.stop()  # One that had begun to start.
 

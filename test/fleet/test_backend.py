@@ -7,7 +7,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from zlib import crc32
 
 import aiohttp
 import pytest
@@ -17,9 +18,9 @@ from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.engine import EngineState
-from sglang_coserve.fleet.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD
-from sglang_coserve.fleet.line_placement.placement import DEATHS_BEFORE_ALONE
+from sglang_coserve.fleet.engine import LINES_AHEAD, EngineState
+from sglang_coserve.fleet.line_placement.failure_streak import FAILURES_IN_A_ROW
+from sglang_coserve.fleet.line_placement.placement import DEATHS_BEFORE_APART
 from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
@@ -27,7 +28,9 @@ from waiting import GIVE_UP_S, until
 
 
 def request(name: str = "a") -> LineRequest:
-    return LineRequest("batch_1", 1, ENDPOINT, {"prompt": name, "max_tokens": 6})
+    """Each name is a line of its own."""
+    number = crc32(name.encode())
+    return LineRequest("batch_1", number, ENDPOINT, {"prompt": name, "max_tokens": 6})
 
 
 @asynccontextmanager
@@ -56,6 +59,15 @@ class Lines:
             name: asyncio.ensure_future(fleet.run(request(name), self.heard[name].extend))
             for name in names
         }
+
+    async def finish(self, *engines: LiveEngine) -> None:
+        """Answer every line, wherever it comes to be."""
+
+        def are_all_done() -> bool:
+            finish_all(*engines)
+            return all(task.done() for task in self.tasks.values())
+
+        await until(are_all_done)
 
     async def results(self) -> dict[str, LineResult]:
         async with asyncio.timeout(GIVE_UP_S):
@@ -153,36 +165,202 @@ async def test_an_engine_that_drains_gets_no_new_lines_and_its_own_go_on_elsewhe
 
 
 async def test_a_line_that_engines_die_of_is_given_up_and_no_other() -> None:
-    engines = [LiveEngine() for _ in range(DEATHS_BEFORE_ALONE + 2)]
+    """Each engine that gets the poison dies at once, and is started again."""
+    engines = [LiveEngine() for _ in range(3)]
     async with fleet_of(*engines) as fleet:
         served = Lines(fleet, ["poison", *(f"line {n}" for n in range(8))])
-        for _ in range(DEATHS_BEFORE_ALONE):
-            await until(lambda: where("poison", *engines))
-            deadly = where("poison", *engines)
-            await deadly.kill()
+        num_deaths = 0
+        async with asyncio.timeout(GIVE_UP_S):
+            while not served.tasks["poison"].done():
+                deadly = where("poison", *engines)
+                if deadly is not None:
+                    await deadly.kill()
+                    num_deaths += 1
+                    engines[engines.index(deadly)] = again = LiveEngine(port=deadly.port)
+                    await again.__aenter__()
+                finish_all(*engines, but="poison")
+                await asyncio.sleep(0.01)
+        assert DEATHS_BEFORE_APART < num_deaths <= DEATHS_BEFORE_APART + 4, "halves of nine lines"
 
-        def is_placed_again() -> bool:
-            finish_all(*engines, but="poison")
-            return where("poison", *engines) is not None
-
-        await until(is_placed_again)
-        deadly = where("poison", *engines)
-        assert deadly is not None
-        await deadly.kill()
-
-        def are_all_done() -> bool:
-            finish_all(*engines)  # Other suspects are served alone, too, one after the other.
-            return all(task.done() for task in served.tasks.values())
-
-        await until(served.tasks["poison"].done)
-        await until(are_all_done)
+        await served.finish(*engines)
         results = await served.results()
         poison = results.pop("poison")
         assert (poison.status_code, poison.is_retryable) == (0, False)
         assert poison.body["error"]["code"] == "engine_failed"
-        assert f"{DEATHS_BEFORE_ALONE + 1} engines ended" in poison.body["error"]["message"]
+        assert "no other line beside it" in poison.body["error"]["message"]
         assert all(result.is_ok for result in results.values())
         assert fleet.ends["given_up"] == 1
+        for engine in engines:
+            await engine.kill()
+
+
+class CutConnections:
+    """A proxy that cuts connections: all of them when asked, or each after its first bytes."""
+
+    def __init__(self, engine: LiveEngine) -> None:
+        self._engine = engine
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.is_away = False
+        """New connections are cut at once."""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        self.cut()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_away:
+            writer.transport.abort()
+            return
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._engine.port)
+        self._writers |= {writer, there_writer}
+        try:
+            await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer))
+        except OSError:
+            pass
+        finally:
+            self._writers -= {writer, there_writer}
+            writer.transport.abort()
+            there_writer.transport.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while content := await reader.read(1 << 16):
+        writer.write(content)
+        await writer.drain()
+    writer.transport.abort()
+
+
+@asynccontextmanager
+async def cut_off(*engines: LiveEngine) -> AsyncGenerator[tuple[Any, ...]]:
+    """A fleet, and the proxy before each of its engines."""
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine)
+        proxies = [await stack.enter_async_context(CutConnections(each)) for each in engines]
+        fleet = FleetBackend(ADMIN_KEY, look_interval_s=0.02)
+        await stack.enter_async_context(fleet)
+        fleet.set_engines(proxy.url for proxy in proxies)
+        await until(lambda: all(engine.is_up for engine in fleet.engines))
+        yield fleet, *proxies
+
+
+async def test_connections_that_are_cut_blame_nobody_and_lines_continue() -> None:
+    """The engine is the same one afterwards, so no line is suspected of anything."""
+    a, b = LiveEngine(), LiveEngine()
+    async with cut_off(a, b) as (fleet, to_a, to_b):
+        served = Lines(fleet, [f"line {n}" for n in range(12)])
+        for cut in range(1, 5):
+            await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
+            for entry in [*a.backend.in_flight, *b.backend.in_flight]:
+                entry.generate(1)
+            await until(
+                lambda: all(len(heard) == cut for heard in served.heard.values())  # noqa: B023
+            )
+            to_a.cut()
+            to_b.cut()
+            await until(lambda: fleet.ends["cut"] == 12 * cut)  # noqa: B023
+        await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
+        finish_all(a, b)
+        assert all(result.is_ok for result in (await served.results()).values())
+        assert (fleet.ends["lost"], fleet.ends["given_up"]) == (0, 0)
+
+
+async def test_an_engine_that_seemed_dead_takes_its_lines_off_suspicion() -> None:
+    """Its network was away for longer than a look, twice, and it never ended."""
+    a = LiveEngine()
+    async with cut_off(a) as (fleet, to_a):
+        served = Lines(fleet, ["one", "two"])
+        for outage in range(1, DEATHS_BEFORE_APART + 2):
+            await a.holds(2)
+            to_a.is_away = True
+            to_a.cut()
+            await until(lambda: fleet.ends["lost"] == 2 * outage)  # noqa: B023
+            await a.holds(0)
+            to_a.is_away = False
+        await a.holds(2)
+        finish_all(a)
+        assert all(result.is_ok for result in (await served.results()).values())
+        assert fleet.ends["given_up"] == 0
+
+
+async def test_a_stuck_engine_gets_nothing_and_its_lines_go_on_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its server answers, and nothing is heard of its schedulers."""
+    monkeypatch.setattr("sglang_coserve.fleet.engine._DEAD_S", 0.3)
+    stuck, well = LiveEngine(), LiveEngine()
+    async with fleet_of(stuck, well) as fleet:
+        served = await spread(fleet, stuck, well)
+        stuck.pulse_age_s = 40.0
+        await until(lambda: state_of(fleet, stuck) is EngineState.STUCK)
+        await well.holds(12)
+        await stuck.holds(0)
+        more = Lines(fleet, [f"more {n}" for n in range(4)])
+        await well.holds(16)
+        stuck.pulse_age_s = 0.0
+        await until(lambda: state_of(fleet, stuck) is EngineState.UP)
+        finish_all(well)
+        for lines_ in (served, more):
+            assert all(result.is_ok for result in (await lines_.results()).values())
+
+
+async def test_a_short_outage_of_the_majority_does_not_change_the_model() -> None:
+    engines = [LiveEngine(), LiveEngine(), LiveEngine(ScriptedBackend(holds=True, model="canary"))]
+    async with fleet_of(*engines) as fleet:
+        assert fleet.model == "scripted"
+        served = Lines(fleet, ["a", "b"])
+        await until(lambda: len(engines[0].backend.in_flight + engines[1].backend.in_flight) == 2)
+        for engine in engines[:2]:
+            await engine.kill()
+        await until(lambda: state_of(fleet, engines[1]) is EngineState.DOWN)
+        await asyncio.sleep(0.1)  # Some looks.
+        assert fleet.model == "scripted"
+        assert fleet.stalled_by
+        assert engines[2].backend.started == []
+        async with LiveEngine(port=engines[0].port) as again:
+            await served.finish(again)
+            assert all(result.is_ok for result in (await served.results()).values())
+
+
+async def test_a_line_goes_only_where_its_adapter_is() -> None:
+    without, has_sql = LiveEngine(), LiveEngine()
+    has_sql.models = ("scripted", "sql")
+    async with fleet_of(without, has_sql) as fleet:
+        assert set(fleet.model_names) == {"scripted", "adapter", "sql"}
+        tasks = []
+        for n, asked in enumerate(["sql", "scripted:sql", "scripted", None] * 5):
+            line_of = LineRequest("b", n, ENDPOINT, {"prompt": f"{n}"})
+            if asked is not None:
+                line_of.body["model"] = asked
+            tasks.append(asyncio.ensure_future(fleet.run(line_of, lambda _: None)))
+        await until(lambda: len(without.backend.in_flight + has_sql.backend.in_flight) == 20)
+        models = [entry.request.body.get("model") for entry in without.backend.in_flight]
+        assert models and set(models) <= {"scripted", None}
+        finish_all(without, has_sql)
+        assert all(result.is_ok for result in await asyncio.gather(*tasks))
+
+
+async def test_an_adapter_that_was_unloaded_just_now_is_asked_for_elsewhere() -> None:
+    def has_none(_request: LineRequest) -> LineResult:
+        return LineResult(404, "", {"error": {"code": "model_not_found"}})
+
+    gone, there = LiveEngine(ScriptedBackend(answers=has_none)), LiveEngine(ScriptedBackend())
+    for engine in (gone, there):
+        engine.models = ("scripted", "sql")
+    async with fleet_of(gone, there) as fleet:
+        for n in range(20):
+            asked = LineRequest("b", n, ENDPOINT, {"prompt": f"{n}", "model": "sql"})
+            assert (await fleet.run(asked, lambda _: None)).is_ok
 
 
 async def test_an_engine_that_answers_and_fails_does_not_get_every_line() -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from sglang_coserve.errors import ConfigError, ServerError
-from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router, follow
+from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router, follow
 from waiting import until
 from web_server import Call, web_server
 

@@ -8,7 +8,7 @@ import pytest
 
 from fleet.test_backend import fleet_of, until
 from http_lines.live_engine import LiveEngine
-from sglang_coserve.fleet.engine import FleetDelays
+from sglang_coserve.fleet.delays import FleetDelays
 from sglang_coserve.http_lines.messages import EngineDelays
 
 

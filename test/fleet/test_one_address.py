@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import shutil
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -21,19 +19,15 @@ from yarl import URL
 
 from batch.scenarios import lines
 from batch.scripted_backend import ScriptedBackend, tokens_of
+from fleet.live_nginx import NEEDS_NGINX, running_nginx
 from http_lines.live_engine import ADMIN_KEY, READY_S, LiveApp, LiveEngine
 from sglang_coserve.asgi import ENGINE_PATHS
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import parse_options
-from sglang_coserve.local_server import free_port
 from waiting import until
 
 CONFIG = Path(__file__).parents[2] / "docs" / "examples" / "compose" / "nginx.conf"
-NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
-TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-"""Folders of nginx, which elsewhere need rights."""
-
-pytestmark = pytest.mark.skipif(NGINX is None, reason="needs Debian's package nginx-light")
+pytestmark = NEEDS_NGINX
 
 
 class ScriptedRouter:
@@ -99,42 +93,12 @@ class Fleet:
 @asynccontextmanager
 async def nginx(directory: Path, **servers: LiveApp) -> AsyncGenerator[str]:
     """The example's nginx, with ports that are free."""
-    port = free_port()
-    folders = "".join(f"{name}_temp_path {directory}/{name};" for name in TEMPORARY)
-    text = CONFIG.read_text()
-    for old, new in (
-        ("http {", f"http {{ {folders}"),
-        ("listen 8080;", f"listen 127.0.0.1:{port};"),
-        ("server gateway:30000;", f"server 127.0.0.1:{servers['gateway'].port};"),
-        ("server router:30080;", f"server 127.0.0.1:{servers['router'].port};"),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    config, log = directory / "nginx.conf", directory / "nginx.log"
-    config.write_text(text)
-    settings = f"daemon off; pid {directory}/nginx.pid; user root;"
-    command = [str(NGINX), "-e", "stderr", "-p", str(directory), "-c", str(config), "-g", settings]
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
-    try:
-        async with asyncio.timeout(READY_S):
-            while not await takes_connections(port):
-                assert process.returncode is None, log.read_text()
-                await asyncio.sleep(0.02)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
-
-
-async def takes_connections(port: int) -> bool:
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return False
-    writer.close()
-    return True
+    addresses = {
+        "server gateway:30000;": f"server 127.0.0.1:{servers['gateway'].port};",
+        "server router:30080;": f"server 127.0.0.1:{servers['router'].port};",
+    }
+    async with running_nginx(directory, CONFIG.read_text(), addresses) as url:
+        yield url
 
 
 @asynccontextmanager

@@ -17,8 +17,8 @@ from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
 from fleet.test_backend import GIVE_UP_S, request
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.errors import ConfigError, MissingExtraError, ServerGoneError
-from sglang_coserve.fleet.engine import EngineList, EngineSource
-from sglang_coserve.http_lines.engine_load import LinesLoad
+from sglang_coserve.fleet.discovery import EngineList, EngineSource
+from sglang_coserve.http_lines.messages import EngineReport
 from waiting import until
 
 pytest.importorskip("ray")
@@ -83,10 +83,10 @@ async def test_a_job_waits_while_a_proxy_says_that_its_engine_is_gone() -> None:
     class Restarting(LiveEngine):
         is_gone = True
 
-        async def _load(self) -> LinesLoad:
+        async def _report(self, report: EngineReport) -> EngineReport:
             if self.is_gone:
                 raise HTTPException(502)
-            return await super()._load()
+            return await super()._report(report)
 
     async with Restarting(ScriptedBackend()) as engine, lines_on(engine) as lines:
         serving = asyncio.ensure_future(answered(lines, text("a")))

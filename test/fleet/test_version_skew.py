@@ -26,11 +26,10 @@ from sglang_coserve.client.server_batch import Submission, batch_status, check_o
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.fleet.engine import EngineState
 from sglang_coserve.fleet.report import Bill, OnlineUsers
-from sglang_coserve.http_lines.engine_load import LinesLoad, WantedLines
+from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.http_lines.messages import (
     EngineDelays,
-    EngineDescription,
-    LineCall,
+    EngineReport,
     LineEvent,
     decode_message,
 )
@@ -62,22 +61,31 @@ class Case:
 ATTEMPT = LineRequest(
     "batch_1", 3, "/v1/completions", {"prompt": "p"}, (1, 2), 5.0, 7, KV, 5.0, "m"
 )
+REPORT = EngineReport(
+    "run",
+    "m",
+    ("name", "adapter"),
+    ("/v1/completions",),
+    BodyLimits(1, 2, 3, 4),
+    "it drains",
+    1.5,
+    4,
+    3,
+    1,
+    2,
+    5.0,
+    "strict",
+    WantedLines(1, 2, 3),
+)
 RESULT = LineResult(503, "id", {"error": {}}, True, FailureKind.UNAVAILABLE, 2.0)
 
 CASES = {
-    "a call": Case(LineCall(1, ATTEMPT, is_wanted=True), message(LineCall)),
-    "tokens": Case(LineEvent(1, (5, 6), 9), message(LineEvent)),
-    "a result": Case(LineEvent(1, result=RESULT), message(LineEvent)),
-    "a line that moves": Case(LineEvent(1, moved="it drains", kv=KV), message(LineEvent)),
-    "what an engine is": Case(
-        EngineDescription("m", ("/v1/completions",), BodyLimits(1, 2, 3, 4), 5.0, "it drains"),
-        message(EngineDescription),
-    ),
+    "an attempt": Case(ATTEMPT, message(LineRequest)),
+    "tokens": Case(LineEvent((5, 6), 9), message(LineEvent)),
+    "a result": Case(LineEvent(result=RESULT), message(LineEvent)),
+    "a line that moves": Case(LineEvent(moved="it drains", kv=KV), message(LineEvent)),
+    "what an engine is": Case(REPORT, message(EngineReport)),
     "delays": Case(EngineDelays("run", {"batch_1": 0.5}), message(EngineDelays)),
-    "a load": Case(
-        LinesLoad(model="m", pool="strict", wants=WantedLines(tokens=1, max_tokens=2, lines=3)),
-        LinesLoad.model_validate_json,
-    ),
     "online users": Case(
         OnlineUsers("ok", "Fine.", 5, Bill(5, 34.0, 31.0, 3.0)), message(OnlineUsers)
     ),
@@ -153,7 +161,7 @@ def test_what_cannot_be_missing_is_named(case: Case) -> None:
 
 
 def test_a_failure_of_an_unknown_kind_is_one() -> None:
-    content = b'{"id":1,"result":{"status_code":503,"request_id":"","body":{},"kind":"new"}}'
+    content = b'{"result":{"status_code":503,"request_id":"","body":{},"kind":"new"}}'
     result = decode_message(content, LineEvent).result
     assert result is not None and result.kind is FailureKind.FAILED
 
@@ -204,9 +212,9 @@ async def test_a_gateway_serves_with_engines_of_other_versions() -> None:
         max_images: int = 8
 
     class OlderEngine(LiveEngine):
-        async def _load(self) -> Any:
+        async def _report(self, report: EngineReport) -> EngineReport:
             """The least that says what it serves."""
-            return {"model": self.backend.model}
+            return EngineReport(report.run, report.model, report.models, report.endpoints)
 
     newer = LiveEngine(ScriptedBackend(holds=True, limits=NewerLimits(max_bytes=1000)))
     older = OlderEngine()

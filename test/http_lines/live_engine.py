@@ -8,14 +8,16 @@ from typing import Any, Self
 
 import uvicorn
 from fastapi import FastAPI
+from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from batch.scripted_backend import ScriptedBackend
+from sglang_coserve.asgi import FramingMiddleware, UnreadBodyMiddleware
 from sglang_coserve.batch.routes.caller import set_admin_key
 from sglang_coserve.config.coserve import Pool
-from sglang_coserve.http_lines.engine_load import ClassLoad, LinesLoad, WantedLines
+from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
-from sglang_coserve.http_lines.messages import LOAD_PATH
+from sglang_coserve.http_lines.messages import EngineReport
 from sglang_coserve.lines.backend import Backend
 from waiting import until
 
@@ -70,21 +72,24 @@ class LiveEngine(LiveApp):
         self.pool = pool
         self.wants: WantedLines | None = None
         self.waiting = 0
-        self.lines = LineServer(self.backend)
+        self.pulse_age_s = 0.0
+        self.models: tuple[str, ...] = ("scripted", "adapter")
+        self.lines = LineServer(self.backend, self._report)
         self.app = FastAPI()
         add_line_routes(self.app)
         set_admin_key(self.app, ADMIN_KEY)
         set_line_server(self.app, self.lines)
-        self.app.add_api_route(LOAD_PATH, self._load)
+        for middleware in (UnreadBodyMiddleware, FramingMiddleware):
+            self.app.add_middleware(middleware)
         super().__init__(self.app, port=port)
 
-    async def _load(self) -> LinesLoad:
-        return LinesLoad(
-            offline=ClassLoad(running=len(self.backend.in_flight), waiting=self.waiting),
-            is_draining=self.lines.refuses is not None,
-            model_name="scripted",
-            models=("scripted", "adapter"),
-            model=self.backend.model,
+    async def _report(self, report: EngineReport) -> EngineReport:
+        return replace(
+            report,
+            models=self.models,
+            running=len(self.backend.in_flight) - self.waiting,
+            waiting=self.waiting,
+            pulse_age_s=self.pulse_age_s,
             pool=self.pool,
             wants=self.wants,
         )

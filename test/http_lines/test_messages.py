@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -12,14 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.http_lines.line_stream import BadCallError, CallReader
-from sglang_coserve.http_lines.messages import (
-    LineCall,
-    LineEvent,
-    decode_message,
-    encode_message,
-)
-from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.http_lines.http_engine import ended_lines
+from sglang_coserve.http_lines.messages import LineEvent, decode_message, encode_message
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -66,7 +59,7 @@ def test_a_request_keeps_all_but_the_clock(
     "body", [{"text": "\ud800"}, {"\udc00": ["a\udfff\u00e9"]}, {"text": "\ud83d\ude00"}, "\ud800"]
 )
 def test_a_text_that_no_utf8_has_comes_over(body: Any) -> None:
-    event = LineEvent(5, result=LineResult(200, "id", body))
+    event = LineEvent(result=LineResult(200, "id", body))
     content = encode_message(event)
     assert content.isascii() and content.count(b"\n") == 1
     found = decode_message(content, LineEvent)
@@ -74,44 +67,28 @@ def test_a_text_that_no_utf8_has_comes_over(body: Any) -> None:
     assert json.dumps(msgspec.to_builtins(found)) == json.dumps(msgspec.to_builtins(event))
 
 
-LIMITS = BodyLimits(max_bytes=400)
-
-
-def call(number: int, prompt: str = "a") -> LineCall:
-    body = {"prompt": prompt}
-    return LineCall(number, LineRequest("batch_1", number, "/v1/completions", body, model="model"))
-
-
-def read(pieces: Iterable[bytes]) -> list[LineCall | BadCallError]:
-    reader = CallReader(LIMITS)
-    return [found for piece in pieces for found in reader.feed(piece)]
+EVENTS = st.one_of(
+    st.builds(
+        LineEvent,
+        st.lists(st.integers(0, 1 << 31), min_size=1, max_size=5).map(tuple),
+        st.integers(0, 1 << 20),
+    ),
+    st.builds(LineEvent, result=st.builds(LineResult, st.integers(0, 599), TEXT, BODIES)),
+    st.builds(LineEvent, moved=TEXT, kv=st.none() | st.builds(MovedKv, TEXT, st.integers(0, 9))),
+)
 
 
 @given(
-    prompts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=10), max_size=5),
+    events=st.lists(EVENTS, max_size=5),
     cuts=st.lists(st.integers(0, 2000), max_size=8),
 )
-def test_pieces_of_any_size_make_the_same_calls(prompts: list[str], cuts: list[int]) -> None:
-    calls = [call(number, prompt) for number, prompt in enumerate(prompts, 1)]
-    calls += [LineCall(number, None) for number in range(1, len(prompts) + 1)]
-    content = b"\n".join(map(encode_message, calls))  # Empty lines between them say nothing.
+def test_pieces_of_any_size_make_the_same_events(events: list[LineEvent], cuts: list[int]) -> None:
+    content = b"\n".join(map(encode_message, events))  # Empty lines between them say nothing.
     bounds = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
-    pieces = [content[a:b] for a, b in pairwise(bounds)]
-    assert read(pieces) == calls
-
-
-def test_a_call_that_is_too_large_is_named_and_the_next_one_is_read() -> None:
-    large = encode_message(call(12, "x" * 1000))
-    pieces = [encode_message(call(11)), large[:30], large[30:900], large[900:]]
-    first, bad, last = read([*pieces, encode_message(call(13))])
-    assert (first, last) == (call(11), call(13))
-    assert isinstance(bad, BadCallError)
-    assert (bad.call, bad.is_too_large) == (12, True)
-    assert "400 bytes" in str(bad)
-
-
-def test_a_call_that_cannot_be_read_is_named_if_it_begins_with_its_id() -> None:
-    contents = (b'{"id":7,"attempt":{}}\n', b'{"attempt":null,"id":-7}\n', b'{"id":0,}\n', b"x\n")
-    found = read(contents)
-    assert [bad.call for bad in found if isinstance(bad, BadCallError)] == [7, None, None]
-    assert found[1] == LineCall(-7, None)
+    rest: list[bytes] = []
+    found = [
+        decode_message(line, LineEvent)
+        for begin, end in pairwise(bounds)
+        for line in ended_lines(rest, content[begin:end])
+    ]
+    assert found == events

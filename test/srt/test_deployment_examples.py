@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from sglang_coserve.asgi import ENGINE_PATHS
-from sglang_coserve.fleet.engine import DnsName, EngineList
+from sglang_coserve.fleet.discovery import DnsName, EngineList
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import ENGINE_KEY_VARIABLE, GatewayOptions, parse_options
 from srt.documentation.blocks import ROOT

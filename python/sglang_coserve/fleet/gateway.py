@@ -43,7 +43,7 @@ from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_b
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.engine import follow
+from sglang_coserve.fleet.discovery import follow
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status
 from sglang_coserve.fleet.served_model import keep_remembered, model_routes, remembered
@@ -148,7 +148,7 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
         background = app.state.background = TaskSupervisor()
         async with AsyncExitStack() as stack:
             fleet = app.state.fleet = await stack.enter_async_context(
-                FleetBackend(options.engine_key, background=background)
+                _fleet_of(options, background)
             )
             fleet.served = await asyncio.to_thread(remembered, options.data)
             opened = await stack.enter_async_context(AsyncExitStack())
@@ -181,6 +181,16 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
     app.add_middleware(FramingMiddleware)
     app.add_middleware(RequestIdMiddleware)
     return app
+
+
+def _fleet_of(options: GatewayOptions, background: TaskSupervisor) -> FleetBackend:
+    """Return the engines of a gateway, or the router in their place."""
+    if options.router is None:
+        return FleetBackend(options.engine_key, background=background)
+    router = options.make_router()
+    fleet = FleetBackend("", routers=[router], background=background)
+    fleet.set_engines([router.url])
+    return fleet
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -13,12 +13,12 @@ from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.config.flags import FlagParser, add_flags, setting
 from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router
+from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router
+from sglang_coserve.fleet.routed_engines import KEY_VARIABLE, RoutedEngines
 from sglang_coserve.logs import LOG_FORMATS
 from sglang_coserve.network import check_key
 
 ENGINE_KEY_VARIABLE: Final = "COSERVE_ENGINE_ADMIN_KEY"
-_ROUTER_KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
 
 _MAX_IN_FLIGHT: Final = 65_536
 """What the engines' windows add up to decides; this only bounds the tasks of a large fleet. What
@@ -64,9 +64,18 @@ class GatewayOptions(BatchApiConfig):
     engine_router: Sequence[str] = setting(
         (),
         "the workers of SGLang's router, asked for every 5 s; its API key is in the environment "
-        f"variable {_ROUTER_KEY_VARIABLE}",
+        f"variable {KEY_VARIABLE}",
         action="append",
         metavar="URL",
+    )
+    router: str | None = setting(
+        None,
+        "a router (smg, sglang-router, llm-d's gateway) that places the lines itself; its API key "
+        f" is in the environment variable {KEY_VARIABLE}",
+        metavar="URL",
+    )
+    router_max_lines: int = setting(
+        64, "lines that the router has at a time", type=int, metavar="LINES"
     )
     engine_admin_key: str | None = setting(
         None,
@@ -88,14 +97,21 @@ class GatewayOptions(BatchApiConfig):
     )
 
     def __post_init__(self) -> None:
-        if not self.sources:
-            raise ConfigError("no engines: add --engine URL, --engine-dns or --engine-router")
+        if self.router is None and not self.sources:
+            raise ConfigError(
+                "no engines: add --engine URL, --engine-dns, --engine-router or --router"
+            )
+        if self.router is not None and self.sources:
+            raise ConfigError("--router places lines itself: leave --engine… out, or --router")
+        if self.router_max_lines < 1:
+            raise ConfigError(f"--router-max-lines {self.router_max_lines}: use 1 or more")
         if self.coserve_data_dir is None:
             raise ConfigError("nowhere to keep batches: add --coserve-data-dir DIRECTORY")
         BatchApiConfig.__post_init__(self)
         check_key("--api-key", self.api_key)
         check_key("--admin-api-key", self.admin_api_key)
-        _ = self.engine_key  # Raises where there is none.
+        if self.router is None:
+            _ = self.engine_key  # Raises where there is none.
 
     @property
     def data(self) -> Path:
@@ -107,11 +123,20 @@ class GatewayOptions(BatchApiConfig):
         """The admin key of all engines, given or from the environment."""
         return engine_key_of(self.engine_admin_key, "add --engine-admin-key KEY")
 
+    def make_router(self) -> RoutedEngines:
+        """Return the router of ``--router``.
+
+        Raises:
+            ConfigError: its address or key cannot be used.
+        """
+        key = os.environ.get(KEY_VARIABLE)
+        return RoutedEngines(self.router or "", key, self.router_max_lines)
+
     @property
     def sources(self) -> list[EngineSource]:
         """Who knows of engines."""
         named: list[EngineSource] = [EngineList(self.engine)] if self.engine else []
-        router_key = os.environ.get(_ROUTER_KEY_VARIABLE)
+        router_key = os.environ.get(KEY_VARIABLE)
         routers = (Router(url, router_key) for url in self.engine_router)
         return [*named, *map(DnsName, self.engine_dns), *routers]
 

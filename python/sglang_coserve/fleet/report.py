@@ -85,7 +85,7 @@ async def _ask_all(engines: list[RemoteEngine]) -> Mapping[str, OnlineUsers]:
 async def _ask(engine: RemoteEngine) -> OnlineUsers | None:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            content = await engine.connection.ask(_PATH)
+            content = await engine.http.ask(_PATH)
         return decode_message(content, _EngineView).online_users
     except (TimeoutError, ServerError, RequestError) as error:
         _log.debug("%s does not say how its online users stand: %s", engine.url, error)
@@ -125,30 +125,34 @@ def fleet_metrics(
 
 
 def _engine_status(fleet: FleetBackend, engine: RemoteEngine) -> dict[str, Any]:
-    load = engine.load
-    reason = engine.reason
-    if engine.model is not None and engine.model != fleet.model:
+    report, reason = engine.last_report, engine.reason
+    if engine.is_up and engine.model != fleet.model:
         reason = f"it serves the model {engine.model}"
     return {
         "url": engine.url,
         "pool": engine.pool,
         "state": engine.state.value,
         "takes_no_lines_because": reason,
-        "model": engine.description.model if engine.description else None,
+        "model": engine.model,
+        "models": list(engine.models),
         "window": engine.window,
         "lines_in_flight": fleet.lines_in(engine),
         "lines_served": engine.lines_served,
         "lines_lost": engine.lines_lost,
         "offline_tokens_per_s": engine.rate.per_s(),
-        "load": load.model_dump(include={"online", "offline"}) if load else None,
+        "load": report
+        and {
+            "online": {"running": report.online_running},
+            "offline": {"running": report.running, "waiting": report.waiting},
+        },
     }
 
 
 GATEWAY_METRICS: Final = {
     "gateway_engines{state}": "Engines now, by state.",
     "gateway_attempts_total{end}": (
-        "Attempts at lines that ended without an answer: moved, engine_lost, given_up; pulled and "
-        "returned, with pools."
+        "Attempts at lines that ended without an answer: moved, cut (the connection broke), "
+        "engine_lost, given_up; pulled and returned, with pools."
     ),
     "gateway_lines_waiting": "Lines for which no engine has room now.",
     "gateway_lines_in_flight{engine}": "Lines that an engine has.",

@@ -1,14 +1,14 @@
-"""How loaded an engine is, for whom it matters: what online work holds, and what it can reclaim.
+"""How loaded an engine is: what online work holds, and what online work can reclaim.
 
 An engine full of offline work is idle to an online request: whatever offline requests hold is
-given up for it. So a load is given by class, and KV that can be reclaimed apart from what online
-requests hold. A router wants the first, a gateway with offline lines the
-rest: where there is time and memory for more of them.
+given up for the online request. So a load is given by class, and KV that can be reclaimed apart
+from the KV of online requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
@@ -32,17 +32,18 @@ class ClassLoad(JsonDocument):
     expected to become, else as they may become."""
 
 
-class WantedLines(JsonDocument):
+@dataclass(frozen=True, slots=True)
+class WantedLines:
     """The running lines that a strict engine would take over (``fleet.pools``)."""
 
-    tokens: _Some
-    """Tokens of context that it prefers."""
+    tokens: int
+    """Tokens of context that it prefers, from 1."""
 
-    max_tokens: _Some
-    """Tokens of context that fit, of all that it takes over together."""
+    max_tokens: int
+    """Tokens of context that fit, of all lines that it takes over together; from 1."""
 
-    lines: _Some
-    """Most lines."""
+    lines: int
+    """Most lines, from 1."""
 
 
 class ReplicaLoad(JsonDocument):
@@ -124,20 +125,6 @@ class EngineLoad(ReplicaLoad):
 
     kv_format: KvFormat
     versions: Versions
-
-
-class LinesLoad(JsonDocument):
-    """What a gateway reads of an ``EngineLoad``: engines of other versions may lack all else, and
-    what has a default here."""
-
-    online: ClassLoad = ClassLoad()
-    offline: ClassLoad = ClassLoad()
-    is_draining: bool = False
-    model_name: str = ""
-    models: tuple[str, ...] = ()
-    model: str
-    pool: Pool | None = None
-    wants: WantedLines | None = None
 
 
 def total(loads: Sequence[ReplicaLoad]) -> ReplicaLoad:

@@ -1,46 +1,164 @@
-"""``/coserve/lines``: what an engine serves of lines that other processes keep."""
+"""``/coserve/lines``: an engine serves lines of batches that other processes keep.
+
+One request is one attempt at one line. The answer is JSON lines: tokens as they are generated, and
+then the result. Closing the connection ends the attempt.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from sglang_coserve.batch.errors import BatchApiNotReadyError
 from sglang_coserve.batch.routes.caller import endpoints_of, operator_router
 from sglang_coserve.batch.routes.errors import OpenAIRoute
-from sglang_coserve.http_lines.line_stream import LineStream
 from sglang_coserve.http_lines.messages import (
+    GATHER_S,
+    HEARTBEAT,
+    HEARTBEAT_S,
     LINES_PATH,
+    RUN_HEADER,
     EngineDelays,
-    EngineDescription,
-    LineCall,
+    EngineReport,
+    LineEvent,
+    LineName,
+    decode_message,
     encode_message,
 )
-from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend, LineRequest, MovedKv
+from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
+from sglang_coserve.lines.backend import (
+    Backend,
+    LineMovedError,
+    LineRequest,
+    LineResult,
+    MovedKv,
+)
 
 _FRAME_BYTES: Final = 1 << 20
-"""What a call has beside the body and the tokens, more than is needed."""
+"""More than a ``LineRequest`` has beside the body and the tokens."""
 
 _ENGINE_CHANGES: Final = "the engine's model is being exchanged"
+_GIVEN_UP: Final = "the engine has given the line up"
+_ASKED_BACK: Final = "it was asked for"
+
+_HAND_BACK_S: Final = 30.0
+"""Longest wait for an attempt that the engine said it would hand back. The engine has bounds of its
+own, and keeps them unless it hangs."""
+
+_NDJSON: Final = b"application/x-ndjson"
+
+_log = logging.getLogger(__name__)
+
+
+class _Attempt:
+    """One attempt at a line: the request in the engine, and what there is to say of it."""
+
+    def __init__(self, backend: Backend, request: LineRequest) -> None:
+        """Begin the attempt."""
+        self._backend = backend
+        self.request = request
+        self._tokens: list[int] = []
+        self._prompt_tokens: int | None = None
+        self._moved: str | None = None
+        self._has_changed = asyncio.Event()
+        self._task = asyncio.ensure_future(backend.run(request, self._add_tokens))
+        self._task.add_done_callback(lambda _: self._has_changed.set())
+
+    def hand_back(self, why: str) -> None:
+        """End the attempt: the line goes on in another engine, after its tokens so far."""
+        if self._moved is not None or self._task.done():
+            return
+        self._moved = why
+        if self._backend.hand_back(self.request):
+            asyncio.get_running_loop().call_later(_HAND_BACK_S, self._task.cancel)
+        else:
+            self._task.cancel()
+
+    async def answer(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Send the events of the attempt, the end included, and signs of life between them."""
+        while not self._task.done():
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._has_changed.wait()
+            except TimeoutError:
+                await send(HEARTBEAT)
+                continue
+            if not self._task.done():
+                await asyncio.sleep(GATHER_S)
+            self._has_changed.clear()
+            if not self._task.done():
+                await send(self._new_tokens())
+        await send(self._new_tokens() + self._end())
+
+    async def close(self) -> None:
+        """End the attempt, unless it has ended; wait until the engine does not have the line."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.exception()
+
+    def _add_tokens(self, token_ids: Sequence[int]) -> None:
+        self._tokens.extend(token_ids)
+        self._has_changed.set()
+
+    def _new_tokens(self) -> bytes:
+        if not self._tokens:
+            return b""
+        prompt_tokens = 0
+        if self._prompt_tokens is None:
+            self._prompt_tokens = self._backend.prompt_tokens(self.request)
+            prompt_tokens = self._prompt_tokens or 0
+        event = LineEvent(tuple(self._tokens), prompt_tokens)
+        self._tokens.clear()
+        return encode_message(event)
+
+    def _end(self) -> bytes:
+        kv: MovedKv | None = None
+        try:
+            return encode_message(LineEvent(result=self._task.result()))
+        except asyncio.CancelledError:
+            pass
+        except LineMovedError as error:
+            kv = error.kv
+        except Exception as error:
+            _log.exception("line %d of %s failed", self.request.line, self.request.batch_id)
+            result = LineResult.refused(500, f"the engine failed: {error!r}")
+            return encode_message(LineEvent(result=result))
+        return encode_message(LineEvent(moved=self._moved or _GIVEN_UP, kv=kv))
 
 
 class LineServer:
     """Serves attempts at lines with ``backend``. Lives on its event loop."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        report: Callable[[EngineReport], Awaitable[EngineReport]] | None = None,
+    ) -> None:
+        """Serve no line yet.
+
+        Args:
+            backend: The engine.
+            report: Adds to a report what only the engine's schedulers know; None if nothing does.
+        """
         self._backend = backend
+        self._complete_report = report
         self._run = secrets.token_hex(8)
         self._closed: str | None = None
-        self._streams: set[LineStream] = set()
+        self._attempts: set[_Attempt] = set()
         backend.when_changing(lambda: self.take_out(_ENGINE_CHANGES))
 
     @property
     def refuses(self) -> str | None:
-        """Why no lines are taken now; None when they are."""
+        """Why no lines are taken now; None while lines are taken."""
         if self._closed is None and self._backend.is_changing:
             return _ENGINE_CHANGES
         return self._closed or self._backend.stalled_by
@@ -48,82 +166,124 @@ class LineServer:
     @property
     def num_in_flight(self) -> int:
         """Attempts that are being made."""
-        return sum(stream.num_in_flight for stream in self._streams)
+        return len(self._attempts)
 
     @property
-    def call_limits(self) -> BodyLimits:
-        """What one call may be: a line, and the tokens that it goes on after."""
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of an answer with events. nginx passes events on one by one if asked so."""
+        return [
+            (b"content-type", _NDJSON),
+            (b"x-accel-buffering", b"no"),
+            (RUN_HEADER.encode(), self._run.encode()),
+        ]
+
+    @property
+    def request_limits(self) -> BodyLimits:
+        """Limits of one request: a line, and the tokens after which it continues."""
         limits = self._backend.limits
         kv = MovedKv.__dataclass_fields__
-        names = (*LineCall.__struct_fields__, *LineRequest.__struct_fields__, *kv)
         return BodyLimits(
             2 * limits.max_bytes + _FRAME_BYTES,
             2 * limits.max_values,
-            limits.max_objects + 3,
-            limits.max_keys + len(names),
+            limits.max_objects + 2,
+            limits.max_keys + len(LineRequest.__struct_fields__) + len(kv),
         )
 
-    def description(self) -> EngineDescription:
-        """Say what the engine serves."""
+    async def report(self) -> EngineReport:
+        """Return what the engine is, and how it stands."""
         backend = self._backend
-        return EngineDescription(
-            backend.model,
-            tuple(sorted(backend.endpoints)),
-            backend.limits,
-            backend.load().offline_tokens_per_s,
-            self.refuses,
+        report = EngineReport(
+            run=self._run,
+            model=backend.model,
+            models=backend.model_names,
+            endpoints=tuple(sorted(backend.endpoints)),
+            limits=backend.limits,
+            refuses=self.refuses,
+            lines=self.num_in_flight,
+            expected_tokens_per_s=backend.load().offline_tokens_per_s,
         )
+        return report if self._complete_report is None else await self._complete_report(report)
 
     async def delays(self) -> EngineDelays:
-        """Say by how much batches have delayed online requests; whoever computes is asked."""
+        """Return by how much batches have delayed online requests; the schedulers are asked."""
         delays_s = await self._backend.online_delays_s()
         return EngineDelays(self._run, None if delays_s is None else dict(delays_s))
 
     def close(self, why: str) -> None:
-        """Give all lines back, each after what the engine has generated of it; take no more, and
-        end the streams."""
+        """Give all lines back, each after its tokens so far, and take no more."""
         self._closed = why
-        for stream in self._streams:
-            stream.close(why)
+        self.take_out(why)
 
     def take_out(self, why: str) -> None:
-        """Give all lines back, each after what the engine has generated of it."""
-        for stream in self._streams:
-            stream.take_out(why)
+        """Give all lines back, each after its tokens so far."""
+        for attempt in self._attempts:
+            attempt.hand_back(why)
 
     def open(self) -> None:
         """Take lines again after ``close``."""
         self._closed = None
 
-    async def serve(self, receive: Receive, send: Send) -> None:
-        """Serve what one connection asks for, until that ends."""
-        stream = LineStream(self._backend, self._refusal, self.call_limits)
-        self._streams.add(stream)
-        if self._closed is not None:
-            stream.close(self._closed)
-        try:
-            await stream.serve(receive, send)
-        finally:
-            self._streams.remove(stream)
+    def hand_back(self, line: LineName) -> None:
+        """Give one line back with its KV, if the engine has the line."""
+        for attempt in self._attempts:
+            if (attempt.request.batch_id, attempt.request.line) == (line.batch_id, line.line):
+                attempt.hand_back(_ASKED_BACK)
 
-    def _refusal(self, attempt: LineRequest) -> str | None:
-        """Return why an attempt is not made here now."""
+    def why_not(self, request: LineRequest) -> str | None:
+        """Return why an attempt is not made here now; None if it is made."""
         model = self._backend.model
-        if self.refuses is None and attempt.model != model:
-            return f"the engine has the model {model}, and the line is of {attempt.model}"
+        if self.refuses is None and request.model != model:
+            return f"the engine has the model {model}, and the line is of {request.model}"
         return self.refuses
 
+    async def serve(self, request: LineRequest, receive: Receive, send: Send) -> None:
+        """Make one attempt, and answer it, until it ends or the client closes the connection."""
 
-class _StreamResponse(Response):
-    """Both directions of a connection at the same time, which no response of Starlette's is."""
+        async def send_part(content: bytes) -> None:
+            await send({"type": "http.response.body", "body": content, "more_body": True})
 
-    def __init__(self, server: LineServer) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.headers})
+        if (why := self.why_not(request)) is not None:
+            await send_part(encode_message(LineEvent(moved=why)))
+        else:
+            await self._serve(request.from_wire(time.time()), receive, send_part)
+        await send({"type": "http.response.body"})
+
+    async def _serve(
+        self, request: LineRequest, receive: Receive, send: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        attempt = _Attempt(self._backend, request)
+        self._attempts.add(attempt)
+        answering = asyncio.ensure_future(attempt.answer(send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            answering.cancel()
+            gone.cancel()
+            self._attempts.remove(attempt)
+            await attempt.close()
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Wait until the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _LineResponse(Response):
+    """The answer to an attempt."""
+
+    def __init__(self, server: LineServer, attempt: LineRequest) -> None:
         super().__init__()
         self._server = server
+        self._attempt = attempt
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        await self._server.serve(receive, send)
+        await self._server.serve(self._attempt, receive, send)
 
 
 _STATE: Final = "coserve_line_server"
@@ -147,10 +307,10 @@ def set_line_server(app: FastAPI, server: LineServer) -> None:
 
 
 @router.get("")
-async def describe_engine(request: Request) -> Response:
-    """Say what the engine serves, and whether it takes lines now."""
-    description = _server(request).description()
-    return Response(encode_message(description), media_type="application/json")
+async def report_engine(request: Request) -> Response:
+    """Say what the engine serves, how much it has to do, and whether it takes lines now."""
+    report = await _server(request).report()
+    return Response(encode_message(report), media_type="application/json")
 
 
 @router.get("/delays")
@@ -160,9 +320,36 @@ async def show_delays(request: Request) -> Response:
 
 
 @router.post("")
-async def serve_lines(request: Request) -> Response:
-    """Make attempts at lines: JSON lines in, and JSON lines out at the same time."""
-    return _StreamResponse(_server(request))
+async def serve_line(request: Request) -> Response:
+    """Make one attempt at a line: its tokens and its result as JSON lines."""
+    server = _server(request)
+    content = await _body(request, server.request_limits)
+    return _LineResponse(server, decode_message(content, LineRequest))
+
+
+@router.post("/hand_back")
+async def hand_line_back(request: Request) -> Response:
+    """Have a line end with its KV, to go on in another engine."""
+    server = _server(request)
+    server.hand_back(decode_message(await _body(request, server.request_limits), LineName))
+    return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+async def _body(request: Request, limits: BodyLimits) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        HTTPException: the body is beyond ``limits`` (413).
+        ClientDisconnect: the client has hung up before the end.
+    """
+    meter, parts = BodyMeter(limits), list[bytes]()
+    async for part in request.stream():
+        try:
+            meter.take(part)
+        except BodyTooLargeError as error:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from None
+        parts.append(part)
+    return b"".join(parts)
 
 
 def _server(request: Request) -> LineServer:

@@ -1,39 +1,139 @@
-"""What is said about a line between the process that keeps it and the engine.
+"""What a gateway and an engine say to each other about lines.
 
-The two may be of different versions. So fields that a reader does not know are ignored, and what
-came later than the first version has a default that is right where it is missing. An attempt may
-end without an answer (``LineMovedError``, or an error here), none of it the line's fault.
+The two may be of different versions. So fields that a reader does not know are ignored, and every
+field that is newer than the first version has a default that is right where it is missing.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from http import HTTPStatus
 from typing import Final, TypeVar
 
 import msgspec
 
+from sglang_coserve.config.coserve import Pool
 from sglang_coserve.errors import RequestError, ServerError
+from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.backend import LineResult, MovedKv
 
-_Message = TypeVar("_Message", bound=msgspec.Struct)
+LINES_PATH: Final = "/coserve/lines"
+"""GET: what the engine is (``EngineReport``). POST: one attempt at a line (``LineRequest``), whose
+answer is JSON lines (``LineEvent``)."""
+
+DELAYS_PATH: Final = f"{LINES_PATH}/delays"
+HAND_BACK_PATH: Final = f"{LINES_PATH}/hand_back"
+LOAD_PATH: Final = "/coserve/load"
+"""Where an engine says how loaded it is, for routers and autoscalers."""
+
+RUN_HEADER: Final = "x-coserve-run"
+"""Names the run of the engine that answers, as in ``EngineReport.run``."""
+
+HEARTBEAT: Final = b"\n"
+"""Says that the engine is there, while it has nothing to say of the line."""
+
+HEARTBEAT_S: Final = 5.0
+"""Longest silence of an engine in an answer. Proxies end answers that are silent for a minute."""
+
+GATHER_S: Final = 0.005
+"""Tokens that come within this time go in one message. Lines take seconds, and each message costs
+the same however many tokens it has."""
 
 _KEYS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
+_Message = TypeVar("_Message", bound=msgspec.Struct)
+
 
 class EngineLostError(ServerError):
-    """The engine cannot be reached, has ended, or says nothing any more."""
-
-    def __init__(self, message: str, *, had_the_line: bool) -> None:
-        super().__init__(message)
-        self.had_the_line = had_the_line
-        """False when it surely never got it."""
+    """The connection to the engine broke, could not be made, or is silent for too long."""
 
 
 class EngineRefusesError(ServerError):
-    """The engine is there and does not speak with us: the wrong key, or another program."""
+    """The engine answers, and not as an engine of ours: the wrong key, or another program."""
+
+
+class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message about an attempt, with one of ``tokens``, ``result`` and ``moved``."""
+
+    tokens: tuple[int, ...] = ()
+    """Token ids generated since the last message."""
+
+    prompt_tokens: int = 0
+    """Length of the prompt, with the first ``tokens`` of a line that can be handed back."""
+
+    result: LineResult | None = None
+    """The outcome of the attempt; the last message."""
+
+    moved: str | None = None
+    """Why the line is to go on in another engine; the last message."""
+
+    kv: MovedKv | None = None
+    """With ``moved``: KV of the line that the engine has left for the next one."""
+
+
+class LineName(msgspec.Struct, frozen=True):
+    """The line that an engine is to hand back (``HAND_BACK_PATH``)."""
+
+    batch_id: str
+    line: int
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    """What an engine is and how it stands, for a gateway that asks twice a second."""
+
+    run: str
+    """Another value after each start of the engine. Sums of delays begin again at 0 then."""
+
+    model: str
+    """Fingerprint of what generates tokens (``LineBackend.model``)."""
+
+    models: tuple[str, ...]
+    """Names that lines may ask for: the model's, then the adapters'."""
+
+    endpoints: tuple[str, ...]
+    limits: BodyLimits = BodyLimits()
+    """Limits of one line."""
+
+    refuses: str | None = None
+    """Why the engine takes no lines now; None while it takes lines."""
+
+    pulse_age_s: float = 0.0
+    """Seconds since all schedulers of the engine were last heard of."""
+
+    lines: int = 0
+    """Lines that the engine has, of all gateways."""
+
+    running: int = 0
+    """Offline requests that hold KV."""
+
+    waiting: int = 0
+    """Offline requests that wait in the engine."""
+
+    online_running: int = 0
+    """Online requests that hold KV."""
+
+    most_lines: int | None = None
+    """Most lines that it is to have at a time; None if ``running`` and ``waiting`` say it."""
+
+    expected_tokens_per_s: float | None = None
+    """Predicted rate of offline work; None if unknown."""
+
+    pool: Pool | None = None
+    """None: the engine begins and ends lines itself."""
+
+    wants: WantedLines | None = None
+    """Lines that an engine of the strict pool wants; None while it wants none."""
+
+
+class EngineDelays(msgspec.Struct, frozen=True):
+    """By how much batches have delayed the engine's online requests."""
+
+    run: str
+    """See ``EngineReport.run``."""
+
+    online_delays_s: dict[str, float] | None = None
+    """See ``Backend.online_delays_s``."""
 
 
 def refusal_text(address: str, status: int, content: bytes) -> str:
@@ -45,96 +145,6 @@ def refusal_text(address: str, status: int, content: bytes) -> str:
         hint = ": it is no server of sglang_coserve, or has no --admin-api-key"
     text = content[:300].decode(errors="replace").strip()
     return f"{address} answers HTTP {status}{hint} ({text})"
-
-
-LINES_PATH: Final = "/coserve/lines"
-DELAYS_PATH: Final = f"{LINES_PATH}/delays"
-LOAD_PATH: Final = "/coserve/load"
-"""Where an engine says how loaded it is (``http_lines.engine_load``)."""
-
-HEARTBEAT: Final = b"\n"
-"""Says that the engine is there."""
-
-HEARTBEAT_S: Final = 5.0
-"""How long an engine that has nothing to say is silent."""
-
-GATHER_S: Final = 0.005
-"""What happens within so much of a message goes with the next one. Lines take seconds; on each
-side the cost is that of a message, however much there is in it."""
-
-_CALL_ID: Final = re.compile(rb'\{"id":([1-9][0-9]{0,17})[,}]')
-
-
-class LineCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message to the engine."""
-
-    id: int
-    """Names the attempt on its stream, from 1. First, and of a fixed form: ``call_id`` reads it
-    where the rest cannot be read."""
-
-    attempt: LineRequest | None
-    """What is to begin; None to end what has begun."""
-
-    is_wanted: bool = False
-    """Of what is to end: whether it goes on elsewhere, and is to be handed back with all that the
-    engine has of it. Otherwise nobody wants the answer any more."""
-
-
-class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of the engine. Beside the attempt's ``id`` exactly one field says something, but
-    for what is said with another."""
-
-    id: int = 0
-
-    tokens: tuple[int, ...] = ()
-    """New ones, after those before."""
-
-    prompt_tokens: int = 0
-    """With the first ``tokens``: how long the prompt is. The context is that and the tokens."""
-
-    result: LineResult | None = None
-    """The end: what became of the attempt."""
-
-    moved: str | None = None
-    """The end: why the line is to go on elsewhere."""
-
-    kv: MovedKv | None = None
-    """With ``moved``, what was left of the line."""
-
-    fault: str | None = None
-    """The end of the stream, and no attempt's: what is wrong with what was sent."""
-
-
-class EngineDescription(msgspec.Struct, frozen=True):
-    """What ``Backend`` says of itself, beside serving lines."""
-
-    model: str
-    endpoints: tuple[str, ...]
-
-    limits: BodyLimits = BodyLimits()
-    """What one line may be."""
-
-    expected_tokens_per_s: float | None = None
-    """Of offline work, now; None if unknown."""
-
-    refuses: str | None = None
-    """Why the engine takes no lines now; None when it does."""
-
-
-class EngineDelays(msgspec.Struct, frozen=True):
-    """By how much batches have delayed the engine's online requests."""
-
-    run: str
-    """Another one after each start of the engine: sums begin again at 0."""
-
-    online_delays_s: dict[str, float] | None = None
-    """See ``Backend.online_delays_s``."""
-
-
-def call_id(content: bytes) -> int | None:
-    """Return the id in the beginning of a ``LineCall``; None if there is none."""
-    match = _CALL_ID.match(content)
-    return int(match[1]) if match else None
 
 
 def encode_message(message: msgspec.Struct) -> bytes:
@@ -150,7 +160,7 @@ def decode_message(content: bytes, kind: type[_Message]) -> _Message:
     """Return the message in ``content``.
 
     Raises:
-        RequestError: it is none of ``kind``; the text says where.
+        RequestError: the content is not of this ``kind``; the text says where.
     """
     try:
         try:

@@ -18,7 +18,7 @@ from ray.data.checkpoint import CheckpointConfig
 from ray.data.datasource import FileBasedDatasource
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.engine import EngineList, EngineSource
+from sglang_coserve.fleet.discovery import EngineList, EngineSource
 from sglang_coserve.fleet.options import engine_key_of
 from sglang_coserve.jsonl.lines import is_blank, read_lines
 from sglang_coserve.lines.result_record import error_message

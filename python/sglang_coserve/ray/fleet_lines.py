@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple, Self
 
 from sglang_coserve.errors import ServerGoneError
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.engine import EngineSource, EngineState, follow
+from sglang_coserve.fleet.discovery import EngineSource, follow
+from sglang_coserve.fleet.engine import EngineState
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
 from sglang_coserve.jsonl.request_line import (
     BadLineError,

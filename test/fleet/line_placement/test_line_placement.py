@@ -14,20 +14,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sglang_coserve.fleet.line_placement.engines import (
-    FAILURES_IN_A_ROW,
-    LINES_AHEAD,
-    FailureStreak,
-    Rendezvous,
-    line_window,
-    model_of_most,
-)
+from sglang_coserve.fleet.line_placement.failure_streak import FAILURES_IN_A_ROW, FailureStreak
 from sglang_coserve.fleet.line_placement.placement import (
-    DEATHS_BEFORE_ALONE,
+    DEATHS_BEFORE_APART,
     LinePlacement,
     Placed,
-    PrefixGroups,
 )
+from sglang_coserve.fleet.line_placement.prefix_groups import PrefixGroups
+from sglang_coserve.fleet.line_placement.rendezvous import Rendezvous
+from sglang_coserve.fleet.line_placement.served_model import served_model
 from sglang_coserve.jsonl.request_line import prefix_key
 
 ENGINES = ("a", "b", "c", "d")
@@ -86,50 +81,121 @@ def test_a_subtree_that_is_too_large_for_one_engine_is_divided_by_what_its_lines
     assert joined == [{key(prompt, f"document {n}")} for n in range(3)]
 
 
-def test_a_line_that_several_engines_died_of_is_served_alone_and_then_given_up() -> None:
+def is_given_up_after(num_lines: int, poison: int) -> int:
+    """Let engines die of one of the lines; return how many died until it was given up."""
+    placement, where, num_deaths = LinePlacement(), dict[Any, str](), 0
+
+    def carry_out(placed: Sequence[Placed]) -> None:
+        for line, engine in placed:
+            where[line] = engine
+
+    for name in ("a", "b"):
+        carry_out(placement.set_engine(name, window=64, is_open=True))
+    for line in range(num_lines):
+        carry_out(placement.offer(line, b""))
+    while True:
+        while poison not in where:
+            for line in list(where):  # The others are served meanwhile.
+                del where[line]
+                carry_out(placement.end(line))
+        engine = where[poison]
+        for line in [line for line, has_it in where.items() if has_it == engine]:
+            del where[line]
+        num_deaths += 1
+        placed, given_up = placement.engine_died(engine, num_deaths)
+        carry_out(placed)
+        assert given_up in ([], [poison]), "an innocent line is given up"
+        if given_up:
+            return num_deaths
+        carry_out(placement.set_engine(engine, window=64, is_open=True))
+
+
+def test_a_line_that_engines_die_of_is_found_by_halves_and_given_up() -> None:
+    for poison in range(32):
+        assert is_given_up_after(32, poison) <= DEATHS_BEFORE_APART + 6
+    assert is_given_up_after(1, 0) == DEATHS_BEFORE_APART + 1
+
+
+def test_a_line_that_has_brought_tokens_is_suspected_of_nothing() -> None:
+    placement = opened("a")
+    assert dict(placement.offer("works", key("1"))) == {"works": "a"}
+    for death in range(10):
+        placement.progressed("works")
+        placed, given_up = placement.engine_died("a", death)
+        assert (placed, given_up) == ([], [])
+        assert not placement.is_suspect("works")
+        assert dict(placement.set_engine("a", window=4, is_open=True)) == {"works": "a"}
+
+
+def test_a_suspect_that_brings_tokens_makes_its_engine_free_for_others() -> None:
+    placement = opened("a")
+    placement.offer("slow", key("1"))
+    for death in range(DEATHS_BEFORE_APART):
+        placement.engine_died("a", death)
+        placed = placement.set_engine("a", window=4, is_open=True)
+    assert dict(placed) == {"slow": "a"} and placement.is_suspect("slow")
+    assert placement.offer("other", key("2")) == []
+    assert dict(placement.progressed("slow")) == {"other": "a"}
+
+
+def test_a_death_that_was_none_is_withdrawn() -> None:
+    placement = opened("a")
+    placement.offer("line", key("1"))
+    for death in range(DEATHS_BEFORE_APART):
+        placement.engine_died("a", death)
+        placement.set_engine("a", window=4, is_open=True)
+    assert placement.is_suspect("line")
+    placement.withdraw(0)
+    assert not placement.is_suspect("line")
+    assert dict(placement.offer("other", key("2"))) == {"other": "a"}
+
+
+def test_suspects_without_an_engine_that_has_the_models_of_all_are_served_one_by_one() -> None:
+    placement = LinePlacement()
+    for name in ("a", "b"):
+        placement.set_engine(name, window=4, is_open=True, models=(name,))
+    placement.set_engine("c", window=4, is_open=True, models=("a", "b"))
+    for name in ("a", "b"):
+        placement.set_engine(name, window=4, is_open=False, models=(name,))
+    placed = [*placement.offer("for a", key("1"), "a"), *placement.offer("for b", key("1"), "b")]
+    assert dict(placed) == {"for a": "c", "for b": "c"}
+    for death in range(DEATHS_BEFORE_APART - 1):
+        placement.engine_died("c", death)
+        placement.set_engine("c", window=4, is_open=True, models=("a", "b"))
+    placement.engine_died("c", "last")
+    placed = placement.set_engine("a", window=4, is_open=True, models=("a",))
+    placed += placement.set_engine("b", window=4, is_open=True, models=("b",))
+    assert placed == [("for a", "a")], "one after the other"
+    assert placement.end("for a") == [("for b", "b")]
+
+
+def test_lines_wait_for_an_engine_that_has_what_they_ask_for() -> None:
     placement = opened("a", "b")
-    others = offered(placement, [(f"{n}", key(f"{n}")) for n in range(6)])
-    engine = dict(placement.offer("poison", key("poison")))["poison"]
-    for _ in range(DEATHS_BEFORE_ALONE - 1):
-        placed = placement.offer_again("poison", engine_died=True)
-        assert placed is not None and len(placed) == 1, "it goes to another engine beside others"
-    assert placement.offer_again("poison", engine_died=True) == [], "it waits for an empty engine"
-    alone = [placed for name in others for placed in placement.end(name)]
-    assert [placed.line for placed in alone] == ["poison"]
-    kept = alone[0].engine
-    assert placement.in_flight(kept) == 1
-    other = {"a": "b", "b": "a"}[kept]
-    more = offered(placement, [(f"more {n}", key(f"more {n}")) for n in range(8)])
-    assert set(more.values()) == {other}, "it is alone"
-    assert placement.offer_again("poison", engine_died=True) is None
-    assert engine in ENGINES
-    placed = dict(placement.end(next(iter(more))))
-    assert placement.num_waiting < 4, "its engine takes lines again"
+    assert placement.offer("1", key("1"), "sql") == []
+    assert len(placement.offer("2", key("2"))) == 1
+    placed = placement.set_engine("b", window=4, is_open=True, models=("base", "sql"))
+    assert placed == [("1", "b")]
+    full = offered(placement, [(f"{n}", key("x")) for n in range(3, 12)])
+    assert sorted(full.values()).count("a") <= 4
 
 
-def test_windows_leave_a_few_lines_ahead_of_what_runs() -> None:
-    assert line_window(0, 0) == LINES_AHEAD
-    assert line_window(40, 0) == 40 + LINES_AHEAD
-    assert line_window(40, 10) == 30 + LINES_AHEAD
-    assert line_window(10, 500) == 1
-
-
-def test_a_rolling_exchange_changes_the_model_once() -> None:
+def test_a_rolling_exchange_changes_the_model_once_and_an_outage_or_a_canary_never() -> None:
     present: str | None = None
     seen = []
     for models in (
+        ["v1", None, None],
         ["v1"] * 3,
-        ["v1"] * 2,
-        ["v1", "v1", "v2"],
-        ["v1", "v2"],
-        [],
-        ["v2", "v2", "v1"],
-        ["v2", "v2"],
+        ["v1", "v1", "v2"],  # Engines that are down count with what they had.
+        ["v1", "v2", "v2"],
         ["v2"] * 3,
+        [None, None, None],
+        ["v1", "v2"],
+        ["v3"],
+        [],
     ):
-        present = model_of_most(models, present)
+        present = served_model(models, present)
         seen.append(present)
-    assert seen == ["v1"] * 5 + ["v2"] * 3
+    assert seen == ["v1"] * 3 + ["v2"] * 4 + ["v3"] * 2
 
 
 def test_an_engine_that_only_fails_rests_longer_each_time() -> None:
@@ -154,6 +220,9 @@ def test_lines_that_fail_among_others_are_no_fault_of_the_engine() -> None:
     assert not streak.is_resting(0.0)
 
 
+MODELS = st.sets(st.sampled_from("xy")).map(sorted).map(tuple)
+
+
 class Fleet(RuleBasedStateMachine):
     """A model that knows only where each line must not be."""
 
@@ -163,43 +232,72 @@ class Fleet(RuleBasedStateMachine):
         self.open: dict[str, int] = {}
         self.known: set[str] = set()
         self.where: dict[int, str | None] = {}
-        self.deaths: dict[int, int] = {}
+        self.asked: dict[int, str | None] = {}
+        self.models: dict[str, tuple[str, ...]] = {}
         self.next = 0
+        self.num_deaths = 0
 
     def carry_out(self, placed: Sequence[Placed]) -> None:
         for line, engine in placed:
             assert self.where[line] is None, "an engine already has it"
             assert engine in self.open, "the engine takes no lines"
+            asked = self.asked[line]
+            assert asked is None or asked in self.models[engine], "the engine has no such model"
             self.where[line] = engine
 
     def lines_of(self, engine: str) -> list[int]:
         return [line for line, where in self.where.items() if where == engine]
 
-    @rule(name=st.sampled_from(ENGINES), window=st.integers(1, 5))
-    def engine_opens(self, name: str, window: int) -> None:
-        self.open[name] = window
+    @rule(name=st.sampled_from(ENGINES), window=st.integers(1, 5), models=MODELS)
+    def engine_opens(self, name: str, window: int, models: tuple[str, ...]) -> None:
+        self.open[name], self.models[name] = window, models
         self.known.add(name)
-        self.carry_out(self.placement.set_engine(name, window=window, is_open=True))
+        self.carry_out(self.placement.set_engine(name, window=window, is_open=True, models=models))
 
     @rule(name=st.sampled_from(ENGINES))
     def engine_drains(self, name: str) -> None:
         self.open.pop(name, None)
         self.known.add(name)
-        self.carry_out(self.placement.set_engine(name, window=3, is_open=False))
+        self.models.setdefault(name, ())
+        models = self.models[name]
+        self.carry_out(self.placement.set_engine(name, window=3, is_open=False, models=models))
 
-    @rule(name=st.sampled_from(ENGINES), is_death=st.booleans())
-    def engine_gives_its_lines_back(self, name: str, is_death: bool) -> None:
+    @rule(name=st.sampled_from(ENGINES))
+    def engine_gives_its_lines_back(self, name: str) -> None:
         self.engine_drains(name)
         for line in self.lines_of(name):
-            was_alone = self.deaths[line] >= DEATHS_BEFORE_ALONE
             self.where[line] = None
-            self.deaths[line] += is_death
-            placed = self.placement.offer_again(line, engine_died=is_death)
-            assert (placed is None) == (is_death and was_alone)
-            if placed is None:
-                del self.where[line]
-            else:
-                self.carry_out(placed)
+            self.carry_out(self.placement.offer_again(line))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def engine_dies(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.known)))
+        self.open.pop(name, None)
+        lines = self.lines_of(name)
+        were_alone = len(lines) == 1 and self.placement.is_suspect(lines[0])
+        for line in lines:
+            self.where[line] = None
+        self.num_deaths += 1
+        placed, given_up = self.placement.engine_died(name, self.num_deaths)
+        assert not given_up or (were_alone and given_up == lines)
+        for line in given_up:
+            del self.where[line]
+        self.carry_out(placed)
+
+    @precondition(lambda self: self.num_deaths)
+    @rule(data=st.data())
+    def engine_was_not_dead(self, data: Any) -> None:
+        death = data.draw(st.integers(1, self.num_deaths))
+        self.carry_out(self.placement.withdraw(death))
+
+    @precondition(lambda self: any(self.where.values()))
+    @rule(data=st.data())
+    def line_brings_tokens(self, data: Any) -> None:
+        running = sorted(line for line, where in self.where.items() if where)
+        line = data.draw(st.sampled_from(running))
+        self.carry_out(self.placement.progressed(line))
+        assert not self.placement.is_suspect(line)
 
     @precondition(lambda self: self.known - self.open.keys())
     @rule(data=st.data())
@@ -209,13 +307,18 @@ class Fleet(RuleBasedStateMachine):
             self.known.remove(name)
             self.placement.remove_engine(name)
 
-    @rule(group=st.integers(0, 3), detail=st.integers(0, 2), count=st.integers(1, 6))
-    def lines_come(self, group: int, detail: int, count: int) -> None:
+    @rule(
+        group=st.integers(0, 3),
+        detail=st.integers(0, 2),
+        count=st.integers(1, 6),
+        asked=st.sampled_from((None, None, "x", "y")),
+    )
+    def lines_come(self, group: int, detail: int, count: int, asked: str | None) -> None:
         for _ in range(count):
             line, self.next = self.next, self.next + 1
-            self.where[line], self.deaths[line] = None, 0
+            self.where[line], self.asked[line] = None, asked
             prefix = key(f"{group}", f"{detail}", f"{line}") if group else b""
-            self.carry_out(self.placement.offer(line, prefix))
+            self.carry_out(self.placement.offer(line, prefix, asked))
 
     @precondition(lambda self: self.where)
     @rule(data=st.data())
@@ -232,22 +335,30 @@ class Fleet(RuleBasedStateMachine):
         assert self.placement.num_waiting == len(waiting)
 
     @invariant()
-    def suspects_are_alone(self) -> None:
-        for line, engine in self.where.items():
-            if engine is not None and self.deaths[line] >= DEATHS_BEFORE_ALONE:
-                assert self.lines_of(engine) == [line]
+    def suspects_are_apart(self) -> None:
+        for name in self.known:
+            lines = self.lines_of(name)
+            suspects = [line for line in lines if self.placement.is_suspect(line)]
+            others = set(lines) - set(suspects)
+            # Suspects that have brought tokens since stay where they are.
+            assert not suspects or all(self.placement._lines[n].has_progressed for n in others)
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
-        suspects = [n for n, where in self.where.items() if self.deaths[n] >= DEATHS_BEFORE_ALONE]
-        waiting = [n for n, where in self.where.items() if where is None and n not in suspects]
-        if not suspects and waiting:
-            for name, window in self.open.items():
+        is_suspect = self.placement.is_suspect
+        suspects = [line for line in self.where if is_suspect(line)]
+        waiting = [n for n, where in self.where.items() if where is None and not is_suspect(n)]
+        reserved = {e.name for e in self.placement._engines.values() if e.suspects is not None}
+        assert bool(reserved) <= bool(suspects) and len(reserved) <= 1
+        for name, window in self.open.items():
+            able = [n for n in waiting if self.asked[n] in (None, *self.models[name])]
+            if able and name not in reserved:
                 assert len(self.lines_of(name)) >= window, f"{name} has room"
-        if suspects and self.open:
-            in_flight = [n for n in suspects if self.where[n] is not None]
-            busy = any(self.lines_of(name) for name in self.open)
-            assert in_flight or busy, "a suspect waits for nothing"
+        able = [
+            n for n in suspects if any(self.asked[n] in (None, *self.models[e]) for e in self.open)
+        ]
+        if able and not any(self.where[n] for n in suspects):
+            assert reserved and any(map(self.lines_of, reserved)), "suspects wait for nothing"
 
     def teardown(self) -> None:
         for line in list(self.where):

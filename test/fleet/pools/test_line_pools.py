@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
@@ -43,7 +44,7 @@ def test_a_strict_engine_gets_the_lines_that_suit_it_as_far_as_they_fit_together
     running(pools, "s", g=100)
     assert moved(pools.look("s", WANTS, 0, 1.0)) == {"a": "s", "d": "s", "e": "s"}
     assert pools.look("s", WANTS, 0, 1.5) == [], "those are on their way"
-    one = WANTS.model_copy(update={"lines": 1})
+    one = replace(WANTS, lines=1)
     assert moved(pools.look("t", one, 0, 1.5)) == {"b": "t"}
     assert pools.look("r1", None, 5, 1.5) == []
 

@@ -11,7 +11,7 @@ import pytest
 
 from batch.route_calls import completed, texts, until
 from calls import exported
-from sglang_coserve.http_lines.engine_connection import EngineConnection
+from sglang_coserve.http_lines.http_engine import HttpEngine
 from sglang_coserve.lines.backend import LineMovedError, LineRequest
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment, create, lines
 from waiting import GIVE_UP_S, eventually
@@ -48,8 +48,8 @@ async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
     deployment: Deployment,
 ) -> None:
     async with asyncio.timeout(GIVE_UP_S):
-        async with EngineConnection(deployment.base_url, ADMIN_KEY) as connection:
-            model = (await connection.describe()).model
+        async with HttpEngine(deployment.base_url, ADMIN_KEY) as connection:
+            model = (await connection.report()).model
             numbers = range(NUM_LINES)
             heard: list[list[int]] = [[] for _ in numbers]
             with deployment.slowly():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.http_lines.engine_connection import EngineConnection
+from sglang_coserve.http_lines.http_engine import HttpEngine
 from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
 from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment
@@ -47,10 +47,10 @@ def request(
 
 
 async def drained(
-    server: Deployment, connection: EngineConnection, requests: Sequence[LineRequest]
+    server: Deployment, connection: HttpEngine, requests: Sequence[LineRequest]
 ) -> tuple[list[list[int]], list[LineMovedError]]:
     """Drain the server amid some lines and let it forget all KV; return what came back."""
-    model = (await connection.describe()).model
+    model = (await connection.report()).model
     heard: list[list[int]] = [[] for _ in requests]
     attempts = [
         asyncio.ensure_future(connection.run(each, model, tokens.extend))
@@ -75,12 +75,12 @@ async def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(
 ) -> None:
     async with asyncio.timeout(GIVE_UP_S):
         numbers = range(NUM_LINES)
-        async with EngineConnection(server.base_url, ADMIN_KEY) as connection:
+        async with HttpEngine(server.base_url, ADMIN_KEY) as connection:
             with server.slowly():
                 heard, moved = await drained(server, connection, [request(n) for n in numbers])
             assert len({error.kv.name for error in moved if error.kv}) == NUM_LINES
             assert len(list(directory.iterdir())) == NUM_LINES
-            model = (await connection.describe()).model
+            model = (await connection.report()).model
             results = await asyncio.gather(
                 *(
                     connection.run(request(n, heard[n], moved[n].kv), model, lambda _: None)
@@ -100,9 +100,9 @@ async def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(
 async def test_a_line_that_starts_over_leaves_nothing(server: Deployment, directory: Path) -> None:
     """Its penalties are more than its tokens, so none are reported."""
     async with asyncio.timeout(GIVE_UP_S):
-        async with EngineConnection(server.base_url, ADMIN_KEY) as connection:
+        async with HttpEngine(server.base_url, ADMIN_KEY) as connection:
             penalised = request(7, frequency_penalty=0.5, max_tokens=400)
-            model = (await connection.describe()).model
+            model = (await connection.report()).model
             with server.slowly():
                 attempt = asyncio.ensure_future(connection.run(penalised, model, lambda _: None))
                 heard, moved = await drained(server, connection, [request(8, max_tokens=400)])

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.http_lines.engine_connection import EngineConnection
+from sglang_coserve.http_lines.http_engine import HttpEngine
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment
@@ -123,8 +123,8 @@ def ignore(_tokens: Sequence[int]) -> None:
 
 async def undisturbed(server: Deployment, numbers: Sequence[int]) -> dict[int, Any]:
     """The answers of one server that serves all lines from their beginning to their end."""
-    async with EngineConnection(server.base_url, ADMIN_KEY) as connection:
-        model = (await connection.describe()).model
+    async with HttpEngine(server.base_url, ADMIN_KEY) as connection:
+        model = (await connection.report()).model
         results = await asyncio.gather(
             *(connection.run(request(n), model, ignore) for n in numbers)
         )

@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, takewhile
 from typing import Final, NamedTuple
 
-from sglang_coserve.fleet.line_placement.engines import Rendezvous
-from sglang_coserve.jsonl.request_line import KEY_BLOCK_BYTES
+from sglang_coserve.fleet.line_placement.prefix_groups import PrefixGroups
+from sglang_coserve.fleet.line_placement.rendezvous import Rendezvous
 
-DEATHS_BEFORE_ALONE: Final = 2
-"""Engines that may end with a line in them before it is served alone. One end says nothing of
+DEATHS_BEFORE_APART: Final = 2
+"""Engines that may die with a line in them before the line is a suspect. One death says nothing of
 any of the dozens of lines in an engine; two make it worth an engine's time to find out."""
-
-
-class PrefixGroups:
-    """The lines that are there, as a trie of their prefix keys (``jsonl.prefix_key``).
-
-    A group is the largest subtree that one engine can have at a time: where more lines share
-    a beginning, those that share more of it are a group, and so on. To divide a subtree
-    between n engines costs n - 1 times its prefix, so what fits stays whole.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[bytes, int] = {}
-
-    def join(self, key: bytes, most_lines: int) -> bytes:
-        """Add a line; return its group, a beginning of ``key``. O(blocks of that)."""
-        counts = self._counts
-        group = b""
-        for end in range(KEY_BLOCK_BYTES, len(key) + 1, KEY_BLOCK_BYTES):
-            group = key[:end]
-            counts[group] = count = counts.get(group, 0) + 1
-            if count <= most_lines:
-                break
-        return group
-
-    def leave(self, group: bytes) -> None:
-        """Remove a line that has joined ``group``."""
-        counts = self._counts
-        for end in range(KEY_BLOCK_BYTES, len(group) + 1, KEY_BLOCK_BYTES):
-            counts[group[:end]] -= 1
-            if not counts[group[:end]]:
-                del counts[group[:end]]
 
 
 class Placed(NamedTuple):
@@ -56,15 +27,32 @@ class Placed(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Line:
     name: Hashable
-    key: bytes
     group: bytes
-    deaths: int = 0
-    queue: dict[Hashable, _Line] | None = None
-    engine: _Engine | None = None
+    model: str | None
+    """The name that it asks for; None if any engine of the fleet's model will do."""
 
-    @property
-    def is_suspect(self) -> bool:
-        return self.deaths >= DEATHS_BEFORE_ALONE
+    order: int
+    """Lines that came earlier have lower numbers."""
+
+    engine: _Engine | None = None
+    queue: tuple[str | None, str | None] | None = None
+    """Key of the queue in which it waits."""
+
+    has_progressed: bool = False
+    """True once its engine has brought tokens of it."""
+
+    deaths: set[Hashable] = field(default_factory=set)
+    """Deaths of engines that it may have caused."""
+
+    suspects: _Suspects | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Suspects:
+    """Lines of which one may have killed engines. They are served together, and nothing else is
+    served beside them."""
+
+    lines: list[_Line]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,39 +60,49 @@ class _Engine:
     name: str
     window: int = 0
     is_open: bool = False
-    is_for_suspects: bool = False
-    """For a suspect, which is or will be in it, and nothing else."""
-
-    in_flight: set[Hashable] = field(default_factory=set)
-    queue: dict[Hashable, _Line] = field(default_factory=dict)
-    """Lines whose home it is, and those it took over; the first is the next."""
+    models: Collection[str] = ()
+    in_flight: dict[Hashable, _Line] = field(default_factory=dict)
+    suspects: _Suspects | None = None
+    """The suspects for which the engine is reserved: it has or will have them, and nothing else."""
 
     @property
     def has_room(self) -> bool:
-        return self.is_open and not self.is_for_suspects and len(self.in_flight) < self.window
+        return self.is_open and self.suspects is None and len(self.in_flight) < self.window
+
+    def serves(self, line: _Line) -> bool:
+        return line.model is None or line.model in self.models
 
 
 class LinePlacement:
-    """The lines that wait, and those that each engine has.
+    """The lines that wait, and the lines that each engine has.
 
-    Every line has a home, by its prefix. Where that is full, it goes to an engine that has
-    room, or waits in its home's queue; an engine that has room and an empty queue takes over
-    the last group of the longest one (work stealing). A line with which several engines have
-    ended is a suspect: it is served alone, in an engine that takes no others meanwhile, and
-    when that one ends, too, the line is given up.
+    Every line has a home, by its prefix, among the open engines that have the model or adapter that
+    it asks for. A line whose home is full waits there. An engine that has room and an empty queue
+    takes over the last group of the longest queue (work stealing).
+
+    An engine that dies makes suspects of the lines that have seen ``DEATHS_BEFORE_APART`` deaths.
+    Suspects are served in halves: an engine is reserved for one half of them, and if it dies, too,
+    the half is halved again. So one bad line among n costs about log2(n) engines. A line that
+    brings tokens is no suspect any more. A single suspect with which its engine dies is given up.
 
     Calls that may lead to decisions return them. Between calls no line but a suspect waits
-    while an open engine has room.
+    while an open engine that can serve it has room.
     """
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, _Line] = {}
         self._engines: dict[str, _Engine] = {}
-        self._homeless: dict[Hashable, _Line] = {}
-        self._suspects: deque[_Line] = deque()
+        self._queues: dict[tuple[str | None, str | None], dict[Hashable, _Line]] = {}
+        """Waiting lines by home and by the name that they ask for; only queues with lines."""
+
+        self._apart: deque[_Suspects] = deque()
+        """Suspects that wait for an engine of their own."""
+
         self._groups = PrefixGroups()
-        self._homes = Rendezvous(())
-        self._most_lines = 1
+        self._homes: dict[str | None, Rendezvous] = {}
+        """Candidates by the name that lines ask for."""
+
+        self._orders = count()
 
     @property
     def num_waiting(self) -> int:
@@ -115,16 +113,28 @@ class LinePlacement:
         """Return how many lines an engine has."""
         return len(self._engines[engine].in_flight)
 
-    def set_engine(self, name: str, *, window: int, is_open: bool) -> list[Placed]:
+    def engine_of(self, line: Hashable) -> str | None:
+        """Return the engine that has a line; None while the line waits."""
+        engine = self._lines[line].engine
+        return None if engine is None else engine.name
+
+    def is_suspect(self, line: Hashable) -> bool:
+        """Return whether a line may only be served apart."""
+        return self._lines[line].suspects is not None
+
+    # --- engines ---
+
+    def set_engine(
+        self, name: str, *, window: int, is_open: bool, models: Collection[str] = ()
+    ) -> list[Placed]:
         """Note that an engine takes up to ``window`` lines at a time; none while not open.
 
-        What it has it keeps.
+        The engine keeps the lines that it has. ``models`` are the names that lines may ask it for:
+        its model's, and its adapters'.
         """
         engine = self._engines.setdefault(name, _Engine(name))
-        engine.window = window
-        has_changed = engine.is_open != is_open
-        engine.is_open = is_open
-        self._most_lines = max((e.window for e in self._engines.values() if e.is_open), default=1)
+        has_changed = (engine.is_open, engine.models) != (is_open, models)
+        engine.window, engine.is_open, engine.models = window, is_open, models
         if has_changed:
             self._find_homes()
         return self._decide()
@@ -132,150 +142,288 @@ class LinePlacement:
     def remove_engine(self, name: str) -> None:
         """Forget an engine that is not open and has no line any more."""
         engine = self._engines.pop(name)
-        assert not engine.is_open and not engine.in_flight and not engine.queue
+        assert not engine.is_open and not engine.in_flight
 
-    def offer(self, name: Hashable, key: bytes) -> list[Placed]:
-        """Add a line that waits, with its prefix key."""
+    def engine_died(self, name: str, death: Hashable) -> tuple[list[Placed], list[Hashable]]:
+        """Note that an engine has died with all lines in it, which wait again.
+
+        A line of which the engine has brought tokens has not caused the ``death``, which has a name
+        for ``withdraw``. The engine is closed until ``set_engine``. Returns the decisions, and the
+        lines that are given up: they are forgotten.
+        """
+        engine = self._engines[name]
+        engine.is_open = False
+        lines = list(engine.in_flight.values())
+        blamed = [line for line in lines if not line.has_progressed]
+        for line in lines:
+            self._take_from_engine(line)
+        given_up = self._judge_suspects(engine, blamed)
+        for line in blamed:
+            line.deaths.add(death)
+        self._suspect([line for line in blamed if line not in given_up])
+        self._find_homes()
+        for line in lines:
+            if line not in given_up:
+                self._queue(line)
+        return self._decide(), [line.name for line in given_up]
+
+    def withdraw(self, death: Hashable) -> list[Placed]:
+        """Note that a death was none: the engine had only lost its connection. O(lines)."""
+        for line in list(self._lines.values()):
+            if death in line.deaths:
+                line.deaths.remove(death)
+                if len(line.deaths) < DEATHS_BEFORE_APART:
+                    self._acquit(line)
+        return self._decide()
+
+    # --- lines ---
+
+    def offer(self, name: Hashable, key: bytes, model: str | None = None) -> list[Placed]:
+        """Add a line that waits, with its prefix key, and the name of the model or adapter that it
+        asks for; None if any engine will do."""
         assert name not in self._lines
-        line = _Line(name, key, self._groups.join(key, self._most_lines))
+        most = max((e.window for e in self._engines.values() if e.is_open), default=1)
+        line = _Line(name, self._groups.join(key, most), model, next(self._orders))
         self._lines[name] = line
         self._queue(line)
         return self._decide()
 
-    def offer_again(self, name: Hashable, *, engine_died: bool) -> list[Placed] | None:
-        """Have a line that an engine had wait again; None to give it up, which forgets it.
-
-        ``engine_died``: whether the engine ended with the line in it.
-        """
+    def offer_again(self, name: Hashable) -> list[Placed]:
+        """Have a line wait again that an engine had, through no fault of either."""
         line = self._lines[name]
-        was_alone = line.is_suspect
         self._take_from_engine(line)
-        if engine_died and was_alone:
-            self._forget(line)
-            return None
-        line.deaths += engine_died
         self._queue(line)
         return self._decide()
 
     def move(self, name: Hashable, to: str) -> list[Placed]:
-        """Have a line that an engine had go on in another, which need not take others. A line that
-        is to be alone, or another one is in ``to``, waits again instead."""
+        """Have a line that an engine had go on in another, which need not take others. A suspect,
+        or a line for an engine that is reserved, waits again instead."""
         line, engine = self._lines[name], self._engines[to]
         self._take_from_engine(line)
         placed: list[Placed] = []
-        if line.is_suspect or engine.is_for_suspects:
+        if line.suspects is not None or engine.suspects is not None:
             self._queue(line)
         else:
             self._place(line, engine, placed)
         return placed + self._decide()
 
+    def progressed(self, name: Hashable) -> list[Placed]:
+        """Note that the engine has brought tokens of a line: the line has killed nothing. O(1) but
+        for the first tokens of a suspect."""
+        line = self._lines[name]
+        line.has_progressed = True
+        line.deaths.clear()
+        if line.suspects is None:
+            return []
+        self._acquit(line)
+        return self._decide()
+
     def end(self, name: Hashable) -> list[Placed]:
         """Remove a line: it is finished, or nobody wants it any more."""
         line = self._lines[name]
-        if line.engine is not None:
-            self._take_from_engine(line)
-        elif line.is_suspect:
-            self._suspects.remove(line)
-        else:
-            self._unqueue(line)
+        self._take_from_engine(line)
+        self._unqueue(line)
         self._forget(line)
         return self._decide()
 
+    # --- decisions ---
+
     def _decide(self) -> list[Placed]:
         placed: list[Placed] = []
-        self._place_suspects(placed)
-        while free := [engine for engine in self._engines.values() if engine.has_room]:
-            engine = next((engine for engine in free if engine.queue), None) or self._take_over()
-            if engine is None:
+        self._serve_suspects(placed)
+        while self._queues:
+            free = [engine for engine in self._engines.values() if engine.has_room]
+            if not free:
                 break
-            line = next(iter(engine.queue.values()))
-            self._unqueue(line)
-            self._place(line, engine, placed)
+            line = next((line for each in free if (line := self._next_of(each))), None)
+            if line is None and not self._steal({engine.name for engine in free}):
+                break
+            if line is not None:
+                assert line.queue is not None and line.queue[0] is not None
+                engine = self._engines[line.queue[0]]
+                self._unqueue(line)
+                self._place(line, engine, placed)
         return placed
 
-    def _take_over(self) -> _Engine | None:
-        """Move lines of the longest queue to an engine with room, which is returned.
+    def _next_of(self, engine: _Engine) -> _Line | None:
+        """Return the line that has waited longest for an engine; None if there is none."""
+        queues = [self._queues.get((engine.name, name)) for name in (None, *engine.models)]
+        first = [next(iter(queue.values())) for queue in queues if queue]
+        return min(first, key=lambda line: line.order, default=None)
 
-        Those are its last group, or half of it where there is no other. None if no line waits.
+    def _steal(self, free: Collection[str]) -> bool:
+        """Move lines of the longest queue that an engine with room can serve into its own queue.
+
+        The lines are the last group of the queue, or half of the group where there is no other.
+        Returns whether there were any.
         """
-        longest = max(self._engines.values(), key=lambda engine: len(engine.queue))
-        if not longest.queue:
-            return None
-        lines = list(longest.queue.values())
-        group = lines[-1].group
-        count = 1
-        while count < len(lines) and lines[-1 - count].group == group:
-            count += 1
-        if count == len(lines):
-            count = (count + 1) // 2
-        # Where a group goes that its home has no room for follows from it, too.
-        order = [self._engines[name] for name in self._homes.order(group)]
-        thief = next(engine for engine in order if engine.has_room)
-        for line in lines[-count:]:
-            self._unqueue(line)
-            self._enqueue(line, thief)
-        return thief
-
-    def _place_suspects(self, placed: list[Placed]) -> None:
-        """Serve the next suspect if its engine is empty; keep an engine as long as there is one."""
-        engines = self._engines.values()
-        reserved = [engine for engine in engines if engine.is_for_suspects]
-        if not self._suspects and not reserved:
-            return
-        chosen = [e for e in reserved if self._has_suspect(e) or (e.is_open and self._suspects)]
-        if self._suspects and not chosen:
-            candidates = [engine for engine in engines if engine.is_open]
-            chosen = sorted(candidates, key=lambda e: (len(e.in_flight), e.name))[:1]
-        if chosen != reserved:
-            for engine in engines:
-                engine.is_for_suspects = engine in chosen
-            self._find_homes()
-        for engine in chosen:
-            if self._suspects and engine.is_open and not engine.in_flight:
-                self._place(self._suspects.popleft(), engine, placed)
-
-    def _has_suspect(self, engine: _Engine) -> bool:
-        return any(self._lines[name].is_suspect for name in engine.in_flight)
+        queues = sorted(self._queues.items(), key=lambda each: len(each[1]), reverse=True)
+        for (_, model), queue in queues:
+            group = next(reversed(queue.values())).group
+            # The prefix also decides which engine takes over a group for which its home has no
+            # room.
+            order = self._candidates(model).order(group)
+            thief = next((name for name in order if name in free), None)
+            if thief is None:
+                continue
+            is_of_group = partial(_is_of, group)
+            lines = list(takewhile(is_of_group, reversed(queue.values())))
+            if len(lines) == len(queue):
+                lines = lines[: (len(lines) + 1) // 2]
+            for line in reversed(lines):
+                self._unqueue(line)
+                self._enqueue(line, thief)
+            return True
+        return False
 
     def _place(self, line: _Line, engine: _Engine, placed: list[Placed]) -> None:
-        line.engine = engine
-        engine.in_flight.add(line.name)
+        line.engine, line.has_progressed = engine, False
+        engine.in_flight[line.name] = line
         placed.append(Placed(line.name, engine.name))
 
     def _take_from_engine(self, line: _Line) -> None:
-        assert line.engine is not None
-        line.engine.in_flight.remove(line.name)
-        line.engine = None
+        if line.engine is not None:
+            del line.engine.in_flight[line.name]
+            line.engine = None
+
+    # --- suspects ---
+
+    def _judge_suspects(self, engine: _Engine, blamed: Sequence[_Line]) -> list[_Line]:
+        """Return the single suspect with which an engine has died; halve several suspects.
+
+        Suspects for which the engine was only reserved wait for another engine.
+        """
+        suspects, engine.suspects = engine.suspects, None
+        if suspects is None:
+            return []
+        if not any(line.suspects is suspects for line in blamed):
+            self._apart.appendleft(suspects)
+            return []
+        if len(suspects.lines) > 1:
+            self._halve(suspects)
+            return []
+        (line,) = suspects.lines
+        self._forget(line)
+        return [line]
+
+    def _suspect(self, lines: Sequence[_Line]) -> None:
+        """Make suspects of the lines with so many deaths that are none yet, and halve them."""
+        found = [one for one in lines if len(one.deaths) >= DEATHS_BEFORE_APART]
+        found = [line for line in found if line.suspects is None]
+        if found:
+            self._halve(_Suspects(found))
+
+    def _halve(self, suspects: _Suspects) -> None:
+        """Have suspects wait in two groups."""
+        lines = suspects.lines
+        middle = (len(lines) + 1) // 2
+        for half in (lines[:middle], lines[middle:]):
+            if half:
+                self._apart.append(part := _Suspects(half))
+                for line in half:
+                    line.suspects = part
+
+    def _acquit(self, line: _Line) -> None:
+        """Make a line an ordinary one, wherever it is."""
+        self._leave_suspects(line)
+        if line.engine is None and line.queue is None:
+            self._queue(line)
+
+    def _leave_suspects(self, line: _Line) -> None:
+        suspects, line.suspects = line.suspects, None
+        if suspects is None:
+            return
+        suspects.lines.remove(line)
+        if suspects.lines:
+            return
+        if suspects in self._apart:
+            self._apart.remove(suspects)
+        for engine in self._engines.values():
+            if engine.suspects is suspects:
+                engine.suspects = None
+                self._find_homes()
+
+    def _serve_suspects(self, placed: list[Placed]) -> None:
+        """Reserve one engine for suspects while there are any; give it them once it is empty."""
+        engine = next((each for each in self._engines.values() if each.suspects is not None), None)
+        if engine is None and self._apart:
+            engine = self._reserve()
+        if engine is None or engine.in_flight or engine.suspects is None:
+            return
+        if not engine.is_open:
+            self._apart.appendleft(engine.suspects)
+            engine.suspects = None
+            self._find_homes()
+            self._serve_suspects(placed)
+            return
+        for line in engine.suspects.lines:
+            self._place(line, engine, placed)
+
+    def _reserve(self) -> _Engine | None:
+        """Reserve the emptiest engine that can serve the next suspects."""
+        for suspects in list(self._apart):
+            able = [
+                engine
+                for engine in self._engines.values()
+                if engine.is_open and all(map(engine.serves, suspects.lines))
+            ]
+            if able:
+                engine = min(able, key=lambda each: (len(each.in_flight), each.name))
+                self._apart.remove(suspects)
+                engine.suspects = suspects
+                self._find_homes()
+                return engine
+            if len(suspects.lines) > 1 and any(e.is_open for e in self._engines.values()):
+                self._apart.remove(suspects)  # No engine has the models of all.
+                self._halve(suspects)
+        return None
+
+    # --- queues ---
 
     def _queue(self, line: _Line) -> None:
-        """Have a line wait where it belongs."""
-        if line.is_suspect:
-            self._suspects.append(line)
-        else:
-            self._enqueue(line, self._home(line))
+        """Have a line wait at its home. A suspect waits with its group, wherever that is."""
+        if line.suspects is None:
+            self._enqueue(line, self._candidates(line.model).choose(line.group))
 
-    def _home(self, line: _Line) -> _Engine | None:
-        name = self._homes.choose(line.group)
-        return None if name is None else self._engines[name]
-
-    def _enqueue(self, line: _Line, engine: _Engine | None) -> None:
-        line.queue = self._homeless if engine is None else engine.queue
-        line.queue[line.name] = line
+    def _enqueue(self, line: _Line, home: str | None) -> None:
+        line.queue = (home, line.model)
+        self._queues.setdefault(line.queue, {})[line.name] = line
 
     def _unqueue(self, line: _Line) -> None:
-        assert line.queue is not None
-        del line.queue[line.name]
-        line.queue = None
+        if line.queue is not None:
+            queue = self._queues[line.queue]
+            del queue[line.name]
+            if not queue:
+                del self._queues[line.queue]
+            line.queue = None
+
+    def _candidates(self, model: str | None) -> Rendezvous:
+        """Return the engines that begin lines which ask for a model or adapter."""
+        if model not in self._homes:
+            self._homes[model] = Rendezvous(
+                [
+                    engine.name
+                    for engine in self._engines.values()
+                    if engine.is_open
+                    and engine.suspects is None
+                    and (model is None or model in engine.models)
+                ]
+            )
+        return self._homes[model]
 
     def _find_homes(self) -> None:
-        """Let every line wait where it belongs, now that other engines are open."""
-        engines = self._engines.values()
-        self._homes = Rendezvous([e.name for e in engines if e.is_open and not e.is_for_suspects])
-        queues = [self._homeless, *(engine.queue for engine in engines)]
-        for line in [line for queue in queues for line in queue.values()]:
-            self._unqueue(line)
-            self._enqueue(line, self._home(line))
+        """Let every line wait where it belongs, now that other engines are open. O(waiting)."""
+        self._homes.clear()
+        waiting = [line for queue in self._queues.values() for line in queue.values()]
+        self._queues.clear()
+        for line in sorted(waiting, key=lambda each: each.order):
+            self._queue(line)
 
     def _forget(self, line: _Line) -> None:
+        self._leave_suspects(line)
         self._groups.leave(line.group)
         del self._lines[line.name]
+
+
+def _is_of(group: bytes, line: _Line) -> bool:
+    return line.group == group

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
+from msgspec.structs import replace
 
 from sglang_coserve.batch.api import add_batch_routes, event_delivery, operator_endpoints
 from sglang_coserve.batch.limits import BatchLimits
@@ -26,7 +27,9 @@ from sglang_coserve.batch.routes.caller import (
 )
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.http_lines.engine_load import ReplicaLoad, total
 from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
+from sglang_coserve.http_lines.messages import EngineReport
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.batch_backend import BatchBackend
 from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STATE_KEY
@@ -111,7 +114,7 @@ async def served(
         expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
         stalled_by=lambda: health.offline_stopped,
     )
-    lines = LineServer(backend)
+    lines = LineServer(backend, partial(_complete_report, manager, health))
     set_line_server(app, lines)
     open_service = partial(_open_service, http_server, config, backend, background, publish)
     drain = Drain(manager, lines, open_service)
@@ -125,6 +128,26 @@ async def served(
             stopping.cancel()
         await asyncio.wait({stopping})
         await drain.start()
+
+
+async def _complete_report(manager: Any, health: Health, report: EngineReport) -> EngineReport:
+    """Add what the schedulers of all replicas have published last, and its age."""
+    loads = [snapshot.coserve for snapshot in await manager.get_loads()]
+    known = [ReplicaLoad(**load) for load in loads if load is not None]
+    if not known:
+        return replace(report, refuses=report.refuses or "no replica has reported a load yet")
+    load = total(known)
+    pulse_age_s = 0.0 if health.heartbeat is None else health.heartbeat.age_s
+    return replace(
+        report,
+        pulse_age_s=pulse_age_s,
+        running=load.offline.running,
+        waiting=load.offline.waiting,
+        online_running=load.online.running,
+        pool=load.pool,
+        wants=load.wants,
+        refuses="the engine is draining" if health.is_draining else report.refuses,
+    )
 
 
 async def _open_service(

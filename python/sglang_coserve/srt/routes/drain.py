@@ -191,10 +191,14 @@ class Heartbeat:
         """False until SGLang has served its first request, and after it failed on its own check."""
         return self._last_s is not None and self._manager.server_status.name == "Up"
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since all schedulers answered last; 0 before the first answer."""
+        return 0.0 if self._last_s is None else time.monotonic() - self._last_s
+
     def failure(self) -> str | None:
         """Return what is wrong; None if they run."""
-        assert self._last_s is not None
-        silent_s = time.monotonic() - self._last_s
+        silent_s = self.age_s
         if silent_s <= _LONGEST_S:
             return None
         return f"the engine's schedulers have not answered for {silent_s:.0f} s"

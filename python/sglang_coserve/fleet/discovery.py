@@ -1,0 +1,156 @@
+"""Discovery: the addresses of the engines that there are now."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+
+from sglang_coserve.errors import ConfigError, ServerError
+from sglang_coserve.http_lines.http_engine import engine_address
+from sglang_coserve.network import check_key, http_address
+
+_LOOK_INTERVAL_S: Final = 5.0
+"""Engines come and go by the minute: they load a model first."""
+
+_TIMEOUT_S: Final = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class EngineSource(Protocol):
+    """Somebody who knows of engines."""
+
+    async def urls(self) -> Sequence[str]:
+        """Return the engines that there are now.
+
+        Raises:
+            ServerError: it cannot be determined now.
+        """
+
+
+class EngineList(EngineSource):
+    """Those that were named."""
+
+    def __init__(self, urls: Iterable[str]) -> None:
+        """Each is ``http://HOST:PORT``.
+
+        Raises:
+            ConfigError: one is not, or there are none.
+        """
+        self._urls = [engine_address(url) for url in urls]
+        if not self._urls:
+            raise ConfigError("no engines: name one at least")
+
+    async def urls(self) -> Sequence[str]:
+        """See ``EngineSource``."""
+        return self._urls
+
+
+class DnsName(EngineSource):
+    """All addresses of a name, as of a headless service of Kubernetes."""
+
+    def __init__(self, url: str) -> None:
+        """``url`` is ``http://NAME:PORT``.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        address = http_address(url, "--engine-dns")
+        port = urlsplit(url).port  # Also the usual one, which httpx leaves out.
+        if address.scheme != "http" or port is None or address.raw_path != b"/":
+            # A certificate is for the name, and each engine is called by its address.
+            raise ConfigError(f"--engine-dns {url!r}: use http://NAME:PORT")
+        self._name, self._port = address.host, port
+
+    async def urls(self) -> Sequence[str]:
+        """See ``EngineSource``."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise ServerError(f"{self._name} cannot be resolved: {error}") from error
+        hosts = sorted({str(address[0]) for *_, address in found})
+        return [
+            f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+            for host in hosts
+        ]
+
+
+class Router(EngineSource):
+    """The workers of SGLang's router (``smg``, ``sglang-router``)."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """``api_key`` is the router's.
+
+        Raises:
+            ConfigError: the address or the key cannot be used.
+        """
+        address = http_address(url, "--engine-router", may_have_login=True)
+        self._url = f"{str(address).rstrip('/')}/workers"
+        check_key("the router's API key", api_key)
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._authorities: ssl.SSLContext | None = None
+        """Of the environment; its proxies do not count."""
+
+    async def urls(self) -> Sequence[str]:
+        """See ``EngineSource``; whether an address can be used is for who uses it."""
+        try:
+            if self._authorities is None:
+                # Reading them takes tens of milliseconds, in which no token would pass.
+                self._authorities = await asyncio.to_thread(httpx.create_ssl_context)
+            async with httpx.AsyncClient(
+                headers=self._headers,
+                timeout=_TIMEOUT_S,
+                verify=self._authorities,
+                trust_env=False,
+            ) as client:
+                answer = (await client.get(self._url)).raise_for_status()
+            workers = json.loads(answer.content)["workers"]
+            urls = [worker["url"] for worker in workers if isinstance(worker.get("url"), str)]
+            if workers and not urls:
+                raise ValueError("none of them has a url")
+            # With --dp-aware a worker is one rank of an engine: http://HOST:PORT@RANK.
+            return [re.sub(r"@\d+$", "", url).rstrip("/") for url in urls]
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self._url}: {error or type(error).__name__}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ServerError(f"{self._url} does not list workers: {error!r}") from error
+
+
+async def follow(
+    sources: Sequence[EngineSource],
+    set_engines: Callable[[Sequence[str]], None],
+    interval_s: float = _LOOK_INTERVAL_S,
+) -> None:
+    """Call ``set_engines`` with the engines that all sources know, again and again; never without
+    a source.
+
+    Where a source fails, however it does, its last answer counts: otherwise an outage of the DNS
+    would take all engines away.
+    """
+    if not sources:
+        return
+    known: list[Sequence[str]] = [[] for _ in sources]
+    failures: list[str | None] = [None for _ in sources]
+    while True:
+        for number, source in enumerate(sources):
+            try:
+                known[number], failure = await source.urls(), None
+            except ServerError as error:
+                failure = str(error)
+            except Exception as error:
+                failure = f"{type(source).__name__} failed: {error!r}"
+            if failure is not None and failure != failures[number]:
+                _log.warning("%s; the engines known so far stay", failure)
+            failures[number] = failure
+        set_engines([url for urls in known for url in urls])
+        await asyncio.sleep(interval_s)

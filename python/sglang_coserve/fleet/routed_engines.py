@@ -1,0 +1,152 @@
+"""Engines behind a router as one engine of a gateway: the router places the lines.
+
+Lines are ordinary requests with ``service_tier: flex``. Only our engines know that the requests
+are offline; others serve them like any. A router passes no tokens on before the answer, so a line
+starts over when its engine ends.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+import aiohttp
+
+from sglang_coserve.errors import ServerError
+from sglang_coserve.http_lines.messages import (
+    EngineDelays,
+    EngineLostError,
+    EngineRefusesError,
+    EngineReport,
+)
+from sglang_coserve.http_lines.plain_server import PlainServer
+from sglang_coserve.lines.backend import FailureKind, LineMovedError, LineRequest, LineResult
+from sglang_coserve.network import check_key, http_address
+
+KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
+_MODELS_PATH: Final = "/v1/models"
+_ASK_TIMEOUT_S: Final = 10.0
+
+_ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""A router does not say which of these its engines serve: they refuse a line of another one."""
+
+_DEADLINE_HEADER: Final = "x-llm-d-inference-ttl"
+"""Time until the batch should be complete. llm-d's gateway, smg and sglang-router pass the header
+on, and our engines take it for the deadline of an offline request."""
+
+
+class RoutedEngines:
+    """Speaks with a router as ``HttpEngine`` does with an engine."""
+
+    def __init__(self, url: str, api_key: str | None, most_lines: int) -> None:
+        """Take the router's address and key; ``most_lines`` are sent at a time.
+
+        Raises:
+            ConfigError: the address or the key cannot be used.
+        """
+        address = http_address(url, "--router", may_have_login=False)
+        check_key("the router's API key", api_key)
+        self.url = str(address).rstrip("/")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._most_lines = most_lines
+        self._server = PlainServer(address, headers, most_lines)
+        self._asking = aiohttp.ClientSession(headers=headers)
+        self._is_open = False
+        self._num_lines = 0
+
+    async def close(self) -> None:
+        """Close every connection, which ends the attempts."""
+        await self._asking.close()
+        if self._is_open:
+            await self._server.__aexit__()
+
+    async def report(self) -> EngineReport:
+        """Ask for the models that the router serves, and report the router as a busy engine.
+
+        Raises:
+            EngineLostError: the router does not answer, or has no engine.
+            EngineRefusesError: it refuses the key, or is no router.
+        """
+        content = await self.ask(_MODELS_PATH)
+        try:
+            models = tuple(str(card["id"]) for card in json.loads(content)["data"])
+        except (ValueError, LookupError, TypeError) as error:
+            message = f"{self.url}{_MODELS_PATH} does not list models: {error!r}"
+            raise EngineRefusesError(message) from None
+        if not models:
+            raise EngineLostError(f"{self.url} serves no model now")
+        return EngineReport(
+            run=self.url,
+            model=models[0],
+            models=models,
+            endpoints=_ENDPOINTS,
+            lines=self._num_lines,
+            most_lines=self._most_lines,
+        )
+
+    async def delays(self) -> EngineDelays:
+        """Return that nothing is known of delays behind a router."""
+        return EngineDelays(self.url)
+
+    async def ask(self, path: str) -> bytes:
+        """Return what the router answers to GET; raises as ``report``."""
+        timeout = aiohttp.ClientTimeout(_ASK_TIMEOUT_S)
+        try:
+            async with self._asking.get(
+                f"{self.url}{path}", timeout=timeout, allow_redirects=False
+            ) as answer:
+                content = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise EngineLostError(f"{self.url}: {reason}") from None
+        if answer.status == HTTPStatus.OK:
+            return content
+        text = content[:300].decode(errors="replace").strip()
+        message = f"{self.url}{path} answers HTTP {answer.status} ({text})"
+        is_gone = answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        raise EngineLostError(message) if is_gone else EngineRefusesError(message)
+
+    async def run(
+        self,
+        request: LineRequest,
+        _model: str,
+        _on_tokens: Callable[[Sequence[int]], None],
+        _on_prompt: Callable[[int], None] = lambda _: None,
+    ) -> LineResult:
+        """Make one attempt at a line. All tokens come with the answer.
+
+        Raises:
+            LineMovedError: the router has no room now.
+            EngineLostError: it cannot be reached.
+            EngineRefusesError: it refuses the key.
+        """
+        if not self._is_open:
+            self._is_open = True
+            await self._server.__aenter__()
+        headers = {}
+        if request.deadline_s is not None:
+            left_s = max(0.0, request.deadline_s - time.time())
+            headers[_DEADLINE_HEADER] = f"{left_s:.0f}s"
+        self._num_lines += 1
+        try:
+            result = await self._server.post(request, headers=headers)
+        except ServerError as error:
+            message = f"{self.url}: {error}: for a gateway, that is {KEY_VARIABLE}"
+            raise EngineRefusesError(message) from None
+        finally:
+            self._num_lines -= 1
+        if result.is_retryable and result.kind is FailureKind.UNREACHABLE:
+            raise EngineLostError(_reason(result.body))
+        if result.is_retryable and result.kind is FailureKind.UNAVAILABLE:
+            raise LineMovedError(f"{self.url}: HTTP {result.status_code}")
+        return result
+
+    def hand_back(self, request: LineRequest) -> None:
+        """Do nothing: a router hands no line back."""
+
+
+def _reason(body: Any) -> str:
+    return str(body["error"]["message"])
