@@ -313,7 +313,7 @@ def test_its_log_as_text_names_the_request(tmp_path: Path) -> None:
     with gateway(tmp_path, "--engine", "http://127.0.0.1:1") as server:
         create_with_a_typo(server, "trace-7")
         log = server.log_tail()
-    assert re.search(r"WARNING \[trace-7\] batch \w+: unknown fields were ignored", log)
+    assert re.search(r"WARNING \[trace-7\] batch \w+: 'fields that this server does not know", log)
     assert "WARNING [-] batches in" in log
 
 
@@ -324,7 +324,7 @@ def test_each_line_of_its_log_is_json_and_names_the_request(tmp_path: Path) -> N
         assert last != "two words"
     records = [json.loads(line) for line in (tmp_path / "gateway.log").read_text().splitlines()]
     assert all(record.keys() >= {"at", "level", "logger", "message"} for record in records)
-    told = [r.get("request_id") for r in records if "unknown fields" in r["message"]]
+    told = [r.get("request_id") for r in records if "does not know" in r["message"]]
     assert told == ["trace-7", last]
 
 
