@@ -211,6 +211,7 @@ class FleetBackend(Backend):
             total_tokens=self._rate.total_tokens,
             # Some lines more than fit, of which each engine finds those that are its own.
             max_in_flight=max(1, sum(engine.window + LINES_AHEAD for engine in up)),
+            num_engines=max(1, len(up)),
         )
 
     async def online_delays_s(self) -> Mapping[str, float] | None:
