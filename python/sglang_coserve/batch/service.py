@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -34,12 +35,15 @@ from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.background import Clock, TaskSupervisor, WorkerThreads
 from sglang_coserve.lines.engine_lines import EngineLines
-from sglang_coserve.lines.fair_slots import FairSlots
+from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.serve_line import EngineHealth, RetryPolicy
 
 _FILE_THREADS: Final = 4
 _READERS: Final = 2
 """Processes that read input files, so that a small one does not wait for a large one."""
+
+_MOST_LISTED: Final = 1000
+"""Most files of a page: the store's one thread reads them in some 10 ms, and commits wait then."""
 
 _EXPIRY_INTERVAL_S: Final = 60.0
 
@@ -67,6 +71,8 @@ class BatchService:
         self.runner = JobSupervisor(context)
         self.uploads = Transfers("uploads", context.limits.max_transfers)
         self.downloads = Transfers("downloads", context.limits.max_transfers)
+        self._list_turns = FairSlots(1, max_bytes=1)
+        """Turns at lists: one page is read at a time, and owners alternate."""
 
     @staticmethod
     async def check(directory: Path) -> None:
@@ -189,18 +195,20 @@ class BatchService:
         order: str = "desc",
         purpose: str | None = None,
     ) -> FileList:
-        """Return a page of files by their creation."""
-        found = await self.context.store.run(
-            file_rows.page,
-            owner,
-            self.context.clock.now_s(),
-            after=after,
-            limit=limit + 1,
-            is_ascending=order == "asc",
-            purpose=purpose,
-        )
-        # In a thread: there may be thousands.
-        return await self.context.threads.run(FileList.of, found, limit, FileObject.of)
+        """Return a page of files by their creation, a thousand at the most."""
+        limit = min(limit, _MOST_LISTED)
+        async with self._list_turns.one(JobShare(owner, 0, 0.0), limit):
+            found = await self.context.store.run(
+                file_rows.page,
+                owner,
+                self.context.clock.now_s(),
+                after=after,
+                limit=limit + 1,
+                is_ascending=order == "asc",
+                purpose=purpose,
+            )
+            # In a thread: there may be a thousand.
+            return await self.context.threads.run(FileList.of, found, limit, FileObject.of)
 
     async def retrieve_file(self, owner: str, file_id: str) -> FileObject:
         """Return one file."""
@@ -251,12 +259,13 @@ class BatchService:
         status: str | None = None,
     ) -> BatchList:
         """Return a page of batches, the newest first."""
-        found = await self.context.store.run(
-            batch_rows.page, owner, after=after, limit=limit + 1, status=status
-        )
-        render = self._renderer(found)
-        # A failed batch has up to a hundred errors, and is not small either.
-        return await self.context.threads.run(BatchList.of, found, limit, render)
+        async with self._list_turns.one(JobShare(owner or "", 0, 0.0), limit):
+            found = await self.context.store.run(
+                batch_rows.page, owner, after=after, limit=limit + 1, status=status
+            )
+            render = self._renderer(found)
+            # A failed batch has up to a hundred errors, and is not small either.
+            return await self.context.threads.run(BatchList.of, found, limit, render)
 
     def unfinished_batches(self, owner: str | None, limit: int) -> list[BatchObject]:
         """Return batches that have not ended, and no responses, the newest first."""
@@ -317,11 +326,18 @@ class BatchService:
 
     def _renderer(self, batches: list[JobRecord]) -> Callable[[JobRecord], BatchObject]:
         """Return what makes objects of ``batches``, in any thread."""
-        etas = self.runner.etas(batches)
-        drivers = {batch.id: self.runner.driver(batch.id) for batch in batches}
-        stalled = {key: driver.stalled_by for key, driver in drivers.items() if driver}
         model = self.context.backend.model or None  # A gateway may not know it yet.
-        return lambda batch: BatchObject.of(batch, etas.get(batch.id), stalled.get(batch.id), model)
+        shown: dict[str, Callable[[], BatchObject]] = {}
+        for batch in batches:
+            driver = self.runner.driver(batch.id)
+            shown[batch.id] = partial(
+                BatchObject.of,
+                *(batch, self.runner.eta(batch), model),
+                stalled_by=driver.stalled_by if driver else None,
+                waiting_for=driver.waiting_for(batch) if driver else None,
+                lines_in_flight=driver.share.lines_in_engine if driver else 0,
+            )
+        return lambda batch: shown[batch.id]()
 
     async def _expire_regularly(self) -> None:
         while True:

@@ -154,6 +154,7 @@ MIGRATIONS: Final = (
         "ALTER TABLE batches DROP COLUMN weight",
         "ALTER TABLE batches DROP COLUMN forecast_s",
     ),
+    ("ALTER TABLE batches ADD COLUMN last_record_at_s REAL",),
 )
 """Step ``n`` takes a database from version ``n`` to ``n + 1``."""
 
