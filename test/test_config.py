@@ -48,6 +48,7 @@ def test_every_field_has_a_flag_with_its_default() -> None:
         ("step_prefill_tokens", 0),
         ("base_batch_requests", 0),
         ("batch_max_in_flight", 0),
+        ("batch_max_in_flight_mib", 0),
         ("safepoint_interval", -1),
         ("kv_checkpoint", "always"),
         ("kv_checkpoint_host_gb", 0),

@@ -97,6 +97,7 @@ class ScriptedBackend:
     is_online_busy: bool = False
     total_tokens: int = 0
     max_in_flight: int | None = None
+    num_engines: int = 1
     model: str = "scripted"
     endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions", RESPONSES})
     limits: BodyLimits = field(default_factory=BodyLimits)
@@ -161,6 +162,7 @@ class ScriptedBackend:
             self.is_online_busy,
             self.total_tokens,
             self.max_in_flight,
+            self.num_engines,
         )
 
     def finish_all(self) -> None:

@@ -209,3 +209,20 @@ class TestFullDisk:
             free(1 << 40)
             backend.holds = False
             assert (await scene.ends(batch.id)).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("{root}/files/file-1 cannot be read", "files/file-1 cannot be read"),
+        ("cannot use {root}: no space", "cannot use the data directory: no space"),
+        ("checking file-1 ended with 1: /usr/bin/python3: killed", "python3: killed"),
+        ("'/opt/app/lib.py', line 3", "'lib.py', line 3"),
+        ("less than 5 bytes/s; see https://a.example/b/c", "5 bytes/s; see https://a.example/b/c"),
+    ],
+)
+def test_clients_are_told_no_path_of_the_server(message: str, told: str, tmp_path: Path) -> None:
+    directory = DataDirectory(tmp_path)
+    shown = directory.told(StorageError(message.format(root=tmp_path)))
+    assert shown.endswith(told)
+    assert str(tmp_path) not in shown

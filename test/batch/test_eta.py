@@ -17,7 +17,7 @@ from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.admission import window_s, window_text
 from sglang_coserve.batch.errors import BatchRequestError
-from sglang_coserve.batch.eta import etas, headroom, remaining_tokens
+from sglang_coserve.batch.eta import Eta, Forecasts, headroom, remaining_tokens
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import BatchObject
@@ -27,6 +27,13 @@ from sglang_coserve.lines.result_record import Progress, Usage
 
 def served(**changes: object) -> JobRecord:
     return a_batch(**{"total_lines": 100, "estimated_tokens": 1000, **changes})
+
+
+def etas(batches: list[JobRecord], rate_per_s: float | None, now_s: float) -> dict[str, Eta]:
+    """The forecasts of all batches by id."""
+    forecasts = Forecasts(batches, rate_per_s, now_s)
+    found = {batch.id: forecasts.eta(batch, now_s) for batch in batches}
+    return {batch_id: eta for batch_id, eta in found.items() if eta is not None}
 
 
 unfinished = st.lists(
@@ -75,6 +82,17 @@ def test_etas_are_those_of_a_simulation(batches: list[JobRecord], rate_per_s: fl
         assert tokens == pytest.approx(batch.estimated_tokens)
 
 
+@given(batches=unfinished, rate_per_s=st.sampled_from([0.5, 10.0, 5000.0]))
+def test_a_batch_that_was_not_there_is_told_the_same(
+    batches: list[JobRecord], rate_per_s: float
+) -> None:
+    new = batches[-1]
+    told = Forecasts(batches[:-1], rate_per_s, 0.0).eta(new, 0.0)
+    expected = etas(batches, rate_per_s, 0.0)[new.id]
+    assert told is not None
+    assert told == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
 class Owner(str):
     """To compare it is a call."""
 
@@ -102,9 +120,18 @@ def test_etas_of_twice_as_many_owners_are_twice_the_work() -> None:
 
     def calls(count: int) -> int:
         batches = [served(id=str(n), owner=Owner(n)) for n in range(count)]
-        return calls_of(lambda: etas(batches, 10.0, 0.0))
+        return calls_of(lambda: Forecasts(batches, 10.0, 0.0))
 
     assert calls(200) < 2.5 * calls(100)
+
+
+def test_a_look_at_one_batch_costs_the_same_beside_any_number() -> None:
+    def calls(count: int) -> int:
+        batches = [served(id=str(n), owner=Owner(n % 7)) for n in range(count)]
+        forecasts = Forecasts(batches, 10.0, 0.0)
+        return calls_of(lambda: forecasts.eta(batches[-1], 0.0))
+
+    assert calls(1000) == calls(10)
 
 
 def test_what_is_left_is_corrected_by_what_was_served() -> None:
@@ -138,7 +165,7 @@ def test_a_window_that_will_be_missed_is_told_in_words() -> None:
     assert (shown.eta, shown.rate_tokens_per_s) == (200, 5.0)
     assert shown.warning is not None
     assert "expected to be complete at 1970-01-01T00:03:20+00:00, 100 s after" in shown.warning
-    assert BatchObject.of(batch, late, "disk full").coserve.warning == "disk full"
+    assert BatchObject.of(batch, late, stalled_by="disk full").coserve.warning == "disk full"
     in_time = etas([batch], 50.0, 0.0)["batch_1"]
     assert BatchObject.of(batch, in_time).coserve.warning is None
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
+from functools import partial
+from typing import Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.lines.fair_slots import FairSlots, JobShare
+from sglang_coserve.lines.fair_slots import FairSlots, Grant, JobShare
 
 
 async def keep_taking(
@@ -28,16 +31,16 @@ async def keep_taking(
         for _ in range(3):
             await asyncio.sleep(0)
 
-    def ended(task: asyncio.Task[None]) -> None:
+    def ended(grant: Grant, task: asyncio.Task[None]) -> None:
         used = 0 if task.cancelled() else tokens
         taken[job.owner] += used - expected
-        slots.release(job, 1, expected, used)
+        slots.release(grant, used)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(lines):
-            await slots.acquire(job, 1, expected)
+            grant = await slots.acquire(job, 1, expected)
             taken[job.owner] += expected
-            group.create_task(one_line()).add_done_callback(ended)
+            group.create_task(one_line()).add_done_callback(partial(ended, grant))
     slots.leave(job)
 
 
@@ -97,9 +100,9 @@ async def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> Non
             job = JobShare("fickle", 0, 0.0)
             slots.join(job)
             try:
-                await slots.acquire(job, 1, 90)
+                grant = await slots.acquire(job, 1, 90)
                 taken["fickle"] += 90
-                slots.release(job, 1, 90, 90)
+                slots.release(grant, 90)
             finally:
                 slots.leave(job)
 
@@ -120,18 +123,18 @@ def order_of(jobs: dict[str, JobShare], running: JobShare) -> list[str]:
     async def scenario() -> list[str]:
         slots = FairSlots(1, 1000)
         slots.join(running)
-        await slots.acquire(running, 1, 1)
+        held = await slots.acquire(running, 1, 1)
         order: list[str] = []
 
         async def wait(name: str, job: JobShare) -> None:
             slots.join(job)
-            await slots.acquire(job, 1, 1)
+            grant = await slots.acquire(job, 1, 1)
             order.append(name)
-            slots.release(job, 1, 1, 1)
+            slots.release(grant, 1)
 
         waiting = [asyncio.create_task(wait(name, job)) for name, job in jobs.items()]
         await asyncio.sleep(0)
-        slots.release(running, 1, 1, 1)
+        slots.release(held, 1)
         await asyncio.gather(*waiting)
         return order
 
@@ -154,12 +157,11 @@ async def test_having_been_away_earns_nothing() -> None:
     slots.join(away)
     slots.join(busy)
     for _ in range(100):
-        await slots.acquire(busy, 1, 10)
-        slots.release(busy, 1, 10, 10)
-    await slots.acquire(busy, 1, 10)
+        slots.release(await slots.acquire(busy, 1, 10), 10)
+    grant = await slots.acquire(busy, 1, 10)
     waiting = asyncio.create_task(slots.acquire(away, 1, 10))
     await asyncio.sleep(0)
-    slots.release(busy, 1, 10, 10)
+    slots.release(grant, 10)
     await waiting
     assert slots._owners["away"].taken > 1000
 
@@ -168,11 +170,11 @@ async def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
     slots = FairSlots(100, 10)
     job = JobShare("a", 0, 0.0)
     slots.join(job)
-    await slots.acquire(job, 50, 1)
+    large = await slots.acquire(job, 50, 1)
     waiting = asyncio.create_task(slots.acquire(job, 4, 1))
     await asyncio.sleep(0)
     assert not waiting.done()
-    slots.release(job, 50, 1, 1)
+    slots.release(large, 1)
     await waiting
     await slots.acquire(job, 6, 1)
     with pytest.raises(TimeoutError):
@@ -203,15 +205,154 @@ async def test_a_grant_that_nobody_takes_is_given_to_the_next() -> None:
     first, second, third = (JobShare("a", 0, 0.0) for _ in range(3))
     for job in (first, second, third):
         slots.join(job)
-    await slots.acquire(first, 1, 1)
+    grant = await slots.acquire(first, 1, 1)
     leaving = asyncio.create_task(slots.acquire(second, 1, 1))
     staying = asyncio.create_task(slots.acquire(third, 1, 1))
     await asyncio.sleep(0)
-    slots.release(first, 1, 1, 1)
+    slots.release(grant, 1)
     # After the slot is granted, and before the waiter has run again.
     asyncio.get_running_loop().call_soon(leaving.cancel)
-    await staying
+    last = await staying
     assert leaving.cancelled()
     assert slots.lines_in_flight == 1
     assert second.lines_in_flight == 0
-    slots.release(third, 1, 1, 1)
+    slots.release(last, 1)
+
+
+class Pot:
+    """A pot of 64 lines and 64 bytes: a part has 4 of each."""
+
+    def __init__(self, max_lines: int = 64, max_bytes: int = 64) -> None:
+        self.slots = FairSlots(max_lines, max_bytes)
+        self.waiting: list[asyncio.Task[Grant]] = []
+
+    async def ask(self, owner: str, size_bytes: int, lines: int = 1) -> list[asyncio.Task[Grant]]:
+        """Ask for slots of as many jobs, one line each; return once all are granted that can be."""
+        asked = []
+        for _ in range(lines):
+            job = JobShare(owner, 0, 0.0)
+            self.slots.join(job)
+            asked.append(asyncio.create_task(self.slots.acquire(job, size_bytes, 1)))
+        self.waiting += asked
+        await self.settled()
+        return asked
+
+    async def settled(self) -> None:
+        """Wait until no slot that is free is left to be granted."""
+        await asyncio.sleep(0)
+        while self.slots._is_granting:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def release(self, *granted: asyncio.Task[Grant]) -> None:
+        for each in granted:
+            self.slots.release(each.result(), 1)
+        await self.settled()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for each in self.waiting:
+            each.cancel()
+        await asyncio.gather(*self.waiting, return_exceptions=True)
+
+
+def granted(asked: list[asyncio.Task[Grant]]) -> int:
+    return sum(each.done() for each in asked)
+
+
+async def test_a_line_that_takes_all_bytes_holds_nobody_elses() -> None:
+    async with Pot() as pot:
+        large = await pot.ask("a", 64)
+        assert granted(large) == 1
+        assert granted(await pot.ask("a", 1)) == 0
+        for owner in "bcd":
+            assert granted(await pot.ask(owner, 1, lines=10)) == 4
+
+
+async def test_lines_of_one_owner_that_take_all_slots_hold_nobody_elses() -> None:
+    async with Pot() as pot:
+        many = await pot.ask("a", 0, lines=100)
+        assert granted(many) == 64
+        few = await pot.ask("b", 0, lines=10)
+        assert granted(few) == 4
+        await pot.release(*many[:3])
+        # The rest is shared by tokens, and the newcomer has taken fewer.
+        assert (granted(many), granted(few)) == (64, 7)
+
+
+async def test_a_large_line_gets_its_turn_beside_others_that_go_on() -> None:
+    async with Pot() as pot:
+        first = await pot.ask("a", 32, lines=2)
+        large = await pot.ask("b", 50)
+        assert (granted(first), granted(large)) == (2, 0)
+        small = await pot.ask("c", 1, lines=200)
+        assert granted(small) == 4
+        await pot.release(first[0])
+        assert granted(large) == 0
+        assert granted(small) == 4, "nobody overtakes, but in a part"
+        await pot.release(first[1])
+        assert granted(large) == 1
+
+
+async def test_all_parts_together_are_as_large_as_the_pot() -> None:
+    async with Pot() as pot:
+        await pot.ask("a", 1, lines=64)
+        asked = [await pot.ask(f"b{n}", 1, lines=10) for n in range(40)]
+        assert pot.slots.lines_in_flight == pot.slots.bytes_in_flight == 128
+        assert sum(map(granted, asked)) == 64
+
+
+async def test_a_pot_that_grows_or_that_is_no_longer_held_goes_on() -> None:
+    async with Pot(2, 64) as pot:
+        asked = await pot.ask("a", 1, lines=5)
+        assert granted(asked) == 2
+        pot.slots.resize(4, 3)
+        await pot.settled()
+        assert granted(asked) == 3
+        pot.slots.hold({"a": "why"})
+        pot.slots.resize(10, 10)
+        await pot.settled()
+        assert granted(asked) == 3
+        others = await pot.ask("b", 1, lines=2)
+        assert granted(others) == 2
+        pot.slots.hold({})
+        await pot.settled()
+        assert granted(asked) == 5
+
+
+async def test_a_line_costs_the_same_beside_any_number_of_jobs() -> None:
+    """Responses in the background are jobs, too: there may be thousands."""
+
+    async def calls(count: int, owners: int) -> int:
+        slots = FairSlots(1, 1000)
+
+        async def send(number: int, lines: int) -> None:
+            job = JobShare(str(number % owners), 0, float(number))
+            slots.join(job)
+            try:
+                for _ in range(lines):
+                    slots.release(await slots.acquire(job, 1, 1), 1)
+            finally:
+                slots.leave(job)
+
+        tasks = [asyncio.create_task(send(n, 10_000)) for n in range(count)]
+        for _ in range(2 * count):
+            await asyncio.sleep(0)
+        events: Counter[str] = Counter()
+        before = sys.getprofile()
+        sys.setprofile(lambda _frame, event, _arg: events.update([event]))
+        try:
+            for _ in range(400):
+                await asyncio.sleep(0)
+        finally:
+            sys.setprofile(before)
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not slots._owners
+        return events["call"] + events["c_call"]
+
+    for owners in (1, 1000):
+        assert await calls(1000, owners) < 1.5 * await calls(10, owners)

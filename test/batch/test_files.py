@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,32 @@ async def test_uploads_share_a_rate_beside_online_requests(tmp_path: Path) -> No
         alone_s = await held_s(scene, content)
         assert alone_s >= SIZE_BYTES / (512 * KIB)
         assert await held_s(scene, content, content) >= 2 * SIZE_BYTES / (512 * KIB)
+
+
+async def test_owners_share_the_rate_of_uploads_however_many_they_send(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, busy_upload_bytes_per_s=512 * KIB)
+    scene.backend.is_online_busy = True
+    read = Counter[str]()
+
+    async def pieces(owner: str, count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            read[owner] += 1
+            yield bytes(256 * KIB)
+
+    async with scene.service as service:
+        flood = [
+            asyncio.create_task(service.create_file("many", "f", pieces("many", 1000)))
+            for _ in range(30)
+        ]
+        await scene.clock.until(lambda: read["many"] > 60)
+        before = read["many"]
+        one = asyncio.create_task(service.create_file("one", "f", pieces("one", 8)))
+        await scene.clock.until(one.done)
+        assert read["one"] == 8
+        assert read["many"] - before <= 2 * 8 + 4
+        for each in flood:
+            each.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
 
 
 async def test_an_upload_goes_on_at_once_when_the_online_requests_are_done(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.engine_lines import EngineLines, InFlightFile
+from sglang_coserve.lines.fair_slots import JobShare
 
 BATCHES = [f"batch_{number:024x}" for number in range(3)]
 
@@ -49,9 +50,10 @@ async def test_the_loop_runs_while_the_disk_stands_still_and_no_line_begins(
     table: InFlightFile, stalled: Callable[[], None]
 ) -> None:
     begun: list[int] = []
+    share = JobShare("owner", 0, 0.0)
 
     async def serve(line: int) -> None:
-        async with EngineLines(table).in_engine(BATCHES[0], line):
+        async with EngineLines(table).in_engine(BATCHES[0], line, share):
             assert (BATCHES[0], line) in left(table)
             begun.append(line)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batch.scenarios import Scene, lines, opened, wanted
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch.errors import QuotaError, TooManyError
+from sglang_coserve.batch.errors import ConflictError, QuotaError, TooManyError
 from sglang_coserve.batch.file_store import Transfers
 from sglang_coserve.errors import StorageError
 
@@ -170,6 +170,20 @@ class TestQuota:
 
 async def stored_bytes(scene: Scene) -> int:
     return sum(file.bytes for file in (await scene.service.list_files("owner")).data)
+
+
+def test_one_call_at_a_time_works_on_the_same_object() -> None:
+    transfers = Transfers("uploads", 8)
+    with transfers.one("a", of="upload_1"):
+        with (
+            pytest.raises(ConflictError, match="wait for its answer"),
+            transfers.one("a", of="upload_1"),
+        ):
+            pass
+        with transfers.one("a", of="upload_2"), transfers.one("b", of="upload_1"):
+            assert transfers.count == 3
+    with transfers.one("a", of="upload_1"):
+        assert transfers.count == 1
 
 
 @given(calls=st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))

@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
-from batch.scenarios import lines, opened
+from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend, name_of
+from batch.test_eta import calls_of
 from sglang_coserve.batch import job_lines
+from sglang_coserve.batch import service as service_module
+from sglang_coserve.batch.schemas import BatchObject
+
+KIB = 1024
 
 
 async def test_no_more_lines_are_in_flight_than_the_backend_has_use_for(tmp_path: Path) -> None:
@@ -40,8 +45,8 @@ async def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> 
             ids.append(batch.id)
         modest = await scene.create(lines(40, "modest"), owner="modest", priority=-100)
         await scene.reaches(modest.id, "in_progress", owner="modest")
-        slots = scene.service.context.slots
-        await scene.clock.until(lambda: len(slots._waiting) == 6, "every batch waits")
+        shares = [driver.share for driver in scene.service.runner._drivers.values()]
+        await scene.clock.until(lambda: sum(each.waits["slot"] for each in shares) == 6)
         seen = len(backend.started)
         for count in range(seen + 1, seen + 21):
             backend.in_flight[0].finish()
@@ -50,6 +55,87 @@ async def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> 
         assert Counter(order) == {"greedy": 10, "modest": 10}
         first = {request.batch_id for request in backend.started[seen:]} - {modest.id}
         assert first == {ids[4]}
+
+
+async def test_a_large_line_of_one_key_holds_nobody_elses(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True)
+    scene = await opened(tmp_path, backend, max_in_flight=64, max_in_flight_bytes=64 * KIB)
+    async with scene.service:
+        large = await scene.create(lines(1, x="x" * 64 * KIB), owner="large")
+        await scene.in_flight(1)
+        small = await scene.create(lines(100, "small"), owner="small")
+        await scene.in_flight(1 + 4)
+
+        def is_done(batch: BatchObject) -> bool:
+            for each in backend.in_flight[1:]:
+                each.finish()
+            return batch.status == "completed"
+
+        done = await scene.once(small.id, is_done, "small")
+        assert done.request_counts.completed == 100
+        (still,) = backend.in_flight
+        assert still.request.batch_id == large.id
+
+
+async def test_a_backend_of_many_engines_gets_as_many_times_the_bytes(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True)
+    scene = await opened(tmp_path, backend, max_in_flight_bytes=10 * KIB)
+    async with scene.service:
+        await scene.create(lines(20, x="x" * 4 * KIB))
+        for engines, in_flight in ((1, 2), (3, 7), (10, 20)):
+            backend.num_engines = engines
+            await scene.in_flight(in_flight)
+
+
+async def test_a_look_at_a_batch_costs_the_same_beside_any_number(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True, tokens_per_s=1.0)
+    scene = await opened(tmp_path, backend)
+    async with scene.service as service:
+
+        async def calls() -> int:
+            scene.clock.advance(1.0)
+            await asyncio.sleep(0.05)
+            record = service.runner.unfinished()[0]
+            assert service._shown(record).coserve.eta is not None
+            return calls_of(lambda: service._shown(record))
+
+        await scene.create(lines(1))
+        await scene.in_flight(1)
+        alone = await calls()
+        for n in range(20):
+            await scene.create(lines(1), owner=str(n))
+        await scene.in_flight(21)
+        assert await calls() <= alone + 4, "a longer way through sorted lists"
+
+
+async def test_owners_take_turns_at_lists(tmp_path: Path) -> None:
+    """One page is read at a time, of a thousand files at the most."""
+    scene = await opened(tmp_path)
+    async with scene.service as service:
+        served: list[str] = []
+
+        async def listed(owner: str) -> None:
+            await service.list_files(owner)
+            served.append(owner)
+
+        await asyncio.gather(*map(listed, [*["greedy"] * 20, "modest"]))
+        assert served.index("modest") <= 2
+
+
+async def test_a_list_goes_on_behind_a_page_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_MOST_LISTED", 2)
+    scene = await opened(tmp_path)
+    async with scene.service as service:
+        ids = [(await scene.upload(b"")).id for _ in range(5)]
+        found: list[str] = []
+        has_more = True
+        while has_more:
+            page = await service.list_files(OWNER, after=found[-1] if found else None)
+            found += [file.id for file in page.data]
+            has_more = page.has_more
+        assert found == ids[::-1]
 
 
 async def test_owners_take_turns_at_validation(

@@ -135,7 +135,7 @@ async def test_a_service_goes_on_whatever_a_task_of_it_meets(
     scene = await opened(tmp_path, backend)
     async with scene.service as service:
         state = service.context.background.state
-        names = {"file_expiry", "batch_slots", "online_delays"}
+        names = {"file_expiry", "batch_slots", "batch_quotas", "online_delays"}
         assert {name for name, each in state().items() if each["running"]} == names
         wrong = {"batch_slots": "load", "online_delays": "online_delays_s"}
 

@@ -405,6 +405,11 @@ async def test_a_cancelled_line_is_aborted_and_makes_room() -> None:
         assert fleet.lines_in(next(iter(fleet.engines))) == 0
 
 
+async def test_each_engine_that_is_up_brings_bytes_of_its_own() -> None:
+    async with fleet_of(LiveEngine(), LiveEngine()) as fleet:
+        assert fleet.load().num_engines == 2
+
+
 async def test_windows_follow_what_runs() -> None:
     a = LiveEngine()
     async with fleet_of(a) as fleet:

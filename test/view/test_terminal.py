@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sglang_coserve.view.terminal import as_line, as_tables
+from sglang_coserve.view.terminal import as_line, as_tables, waiting_text
 
 
 def view(**changes: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ BATCH = {
     "completed_at": None,
     "expires_at": 1_700_000_000,
     "request_counts": {"total": 2, "completed": 1, "failed": 0},
-    "coserve": {"paused": False, "eta": 1_700_000_100},
+    "coserve": {"paused": False, "eta": 1_700_000_100, "waiting_for": "suspect"},
 }
 SLO = {
     "slo": "ttft p99 <= 500ms",
@@ -119,7 +119,7 @@ FLEET = BOTH | {
 @pytest.mark.parametrize("answer", [SERVER, FLEET], ids=["server", "fleet"])
 def test_servers_and_fleets_are_shown(answer: dict[str, Any]) -> None:
     text = shown(answer, 200)
-    for part in ("Fine.", "34 ms", "batch_1", "1/2", "headroom 5 tokens/s"):
+    for part in ("Fine.", "34 ms", "batch_1", "suspect", "1/2", "headroom 5 tokens/s"):
         assert part in text
     parts = ("ttft p99 <= 500ms", "why") if answer is SERVER else ("http://a:1", "1 of 1 engines")
     for part in parts:
@@ -139,6 +139,15 @@ def test_what_has_ended_hides_nothing_that_goes_on() -> None:
     text = shown(SERVER | {"batches": {"path": "/v1/batches", "data": [*ended, BATCH]}}, 200)
     assert text.index("batch_1") < text.index("batch_e0")
     assert "paused" not in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [("slot", "waits for a slot, which other lines have"), ("new", "waits for new"), (None, "")],
+)
+def test_what_a_batch_waits_for_is_told_in_words(reason: str | None, text: str) -> None:
+    assert waiting_text({"coserve": {"waiting_for": reason}}) == text
+    assert waiting_text({"coserve": {}}) == "", "a server of an earlier version"
 
 
 def test_what_others_wrote_stays_text() -> None:

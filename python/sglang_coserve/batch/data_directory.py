@@ -39,7 +39,7 @@ from sglang_coserve.durable_files import (
     sync_names,
     unlock_file,
 )
-from sglang_coserve.errors import StartupError, disk_errors
+from sglang_coserve.errors import StartupError, disk_errors, without_directories
 
 _ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
 _SPARE_BYTES: Final = 1 << 20
@@ -166,8 +166,10 @@ class DataDirectory:
             self._lock_fd = None
 
     def told(self, error: Exception) -> str:
-        """Return an error's message for clients, with paths as they are within the directory."""
-        return str(error).replace(f"{self.root}/", "").replace(str(self.root), "the data directory")
+        """Return an error's message for clients, with paths as they are within the directory, and
+        of other files the names alone."""
+        text = str(error).replace(f"{self.root}/", "").replace(str(self.root), "the data directory")
+        return without_directories(text)
 
     def file(self, file_id: str) -> Path:
         """Return where a stored file is."""

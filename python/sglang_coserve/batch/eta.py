@@ -64,36 +64,72 @@ def remaining_tokens(batch: JobRecord) -> float:
     return max(0, expected - done.estimated_tokens) * correction
 
 
-def etas(batches: Iterable[JobRecord], rate_per_s: float | None, now_s: float) -> dict[str, Eta]:
-    """Return the ETAs of batches by id; none without a rate. O(n log n).
+class Forecasts:
+    """When batches will be complete, and what could be added, as seen at one moment. O(n log n).
+
+    A look at one of the batches, or at a new one, is O(log n).
 
     Args:
         batches: Those that are being served, or soon will be.
         rate_per_s: Tokens a second of all offline work; more than 0. None if unknown.
         now_s: Seconds since the epoch.
     """
-    if rate_per_s is None:
-        return {}
-    queues: defaultdict[str, list[tuple[JobRecord, float]]] = defaultdict(list)
-    for batch in sorted(batches, key=lambda batch: (-batch.priority, batch.expires_at_s)):
-        queues[batch.owner].append((batch, remaining_tokens(batch)))
-    totals = sorted(sum(left for _, left in queue) for queue in queues.values())
-    sums = [*accumulate(totals, initial=0.0)]
-    found: dict[str, Eta] = {}
-    for queue in queues.values():
-        tokens = 0.0
-        for batch, left in queue:
-            tokens += left
-            # Other owners have been served as much by then, or all that they have to do.
-            ended = bisect_left(totals, tokens)
-            to_all = sums[ended] + (len(totals) - ended) * tokens
-            left_s = min(to_all / rate_per_s, _CENTURY_S)
-            found[batch.id] = Eta(now_s + left_s, left / left_s if left_s else 0.0)
-    return found
+
+    def __init__(
+        self, batches: Iterable[JobRecord], rate_per_s: float | None, now_s: float
+    ) -> None:
+        batches = sorted(batches, key=_turn)
+        self.headroom = headroom(batches, rate_per_s, now_s)
+        self._rate_per_s = rate_per_s
+        self._before: dict[str, float] = {}
+        """Tokens of the owner's batches that are served before a batch, by its id."""
+
+        self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
+        for batch in batches:
+            queue = self._queues[batch.owner]
+            self._before[batch.id] = queue.tokens[-1]
+            queue.turns.append(_turn(batch))
+            queue.tokens.append(queue.tokens[-1] + remaining_tokens(batch))
+        self._totals = sorted(queue.tokens[-1] for queue in self._queues.values())
+        self._sums = [*accumulate(self._totals, initial=0.0)]
+
+    def eta(self, batch: JobRecord, now_s: float) -> Eta | None:
+        """Return when ``batch`` will be complete; None if it is not served, or without a rate."""
+        if self._rate_per_s is None or not batch.will_be_served:
+            return None
+        queue = self._queues.get(batch.owner, _NO_QUEUE)
+        before = self._before.get(batch.id)
+        if before is None:
+            before = queue.tokens[bisect_left(queue.turns, _turn(batch))]
+        left = remaining_tokens(batch)
+        tokens = before + left
+        # Other owners have been served as much by then, or all that they have to do.
+        ended = bisect_left(self._totals, tokens)
+        to_all = self._sums[ended] + (len(self._totals) - ended) * tokens
+        # Its owner has been served all of it, also what was not there at that moment.
+        to_all += tokens - min(queue.tokens[-1], tokens)
+        left_s = min(to_all / self._rate_per_s, _CENTURY_S)
+        return Eta(now_s + left_s, left / left_s if left_s else 0.0)
+
+
+class _Queue:
+    """The batches of an owner, in the order in which they are served."""
+
+    def __init__(self) -> None:
+        self.turns: list[tuple[int, float]] = []
+        self.tokens = [0.0]
+        """Sum of the tokens before each batch, and of all."""
+
+
+_NO_QUEUE: Final = _Queue()
+
+
+def _turn(batch: JobRecord) -> tuple[int, float]:
+    return -batch.priority, batch.expires_at_s
 
 
 def headroom(batches: Iterable[JobRecord], rate_per_s: float | None, now_s: float) -> Headroom:
-    """Return what could be added beside ``batches``; see ``etas`` for the arguments."""
+    """Return what could be added beside ``batches``; see ``Forecasts`` for the arguments."""
     required_per_s = sum(
         remaining_tokens(batch) / max(batch.expires_at_s - now_s, _LEAST_LEFT_S)
         for batch in batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sqlite3
 from collections import Counter
@@ -19,40 +18,72 @@ from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.batch.store import file_rows
 from sglang_coserve.durable_files import write_all
 from sglang_coserve.errors import StorageError, disk_errors
+from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 
 
 class Transfers:
-    """The places of transfers. An owner may take as many as are still free."""
+    """What clients take at the same time: places of transfers, or bytes. An owner may take as many
+    as are still free."""
 
     def __init__(self, kind: str, most: int) -> None:
         self._kind = kind
         self._most = most
         self._by_owner: Counter[str] = Counter()
+        self._of: set[tuple[str, str]] = set()
+        """Owners and objects of which there may be one transfer at a time."""
 
     @property
     def count(self) -> int:
-        """Transfers under way."""
+        """What is taken."""
         return self._by_owner.total()
 
     @contextmanager
-    def one(self, owner: str) -> Generator[None]:
-        """Enter for as long as a transfer of ``owner`` takes.
+    def one(self, owner: str, of: str | None = None) -> Generator[None]:
+        """Enter for as long as a transfer of ``owner`` takes; ``of`` has one at a time.
 
         Raises:
             TooManyError: there are too many, of this owner or of all.
+            ConflictError: there is one of ``of``.
         """
-        count, free = self._by_owner[owner], self._most - self.count
-        if count >= free:
-            raise TooManyError(
-                f"{count} {self._kind} of this key are under way, and {free} more could be of all "
-                f"keys: wait until one is done",
-                code=f"too_many_{self._kind}",
+        if (owner, of) in self._of:
+            raise ConflictError(
+                f"another call works on {of!r}: wait for its answer", code="in_progress"
             )
-        self._by_owner[owner] += 1
+        with self.growing(owner) as take:
+            take(1)
+            if of is None:
+                yield
+                return
+            self._of.add((owner, of))
+            try:
+                yield
+            finally:
+                self._of.remove((owner, of))
+
+    @contextmanager
+    def growing(self, owner: str) -> Generator[Callable[[int], None]]:
+        """Yield what is called to take more; all of it is given back at the end.
+
+        It raises ``TooManyError`` where too many are taken, by this owner or by all.
+        """
+        taken = 0
+
+        def take(number: int) -> None:
+            nonlocal taken
+            count, free = self._by_owner[owner], self._most - self.count
+            if count + number > free:
+                raise TooManyError(
+                    f"{count} {self._kind} of this key are under way, and {free} more could be of "
+                    "all keys: wait until one is done",
+                    code=f"too_many_{self._kind}".replace(" ", "_"),
+                )
+            taken += number
+            self._by_owner[owner] += number
+
         try:
-            yield
+            yield take
         finally:
-            self._by_owner[owner] -= 1
+            self._by_owner[owner] -= taken
             self._by_owner += Counter()  # Owners without transfers are removed.
 
 
@@ -81,7 +112,9 @@ class FileStore:
         self._store = context.store
         self._threads = context.threads
         self._limits = context.limits
-        self._turn = asyncio.Lock()
+        self._turns = FairSlots(1, max_bytes=1)
+        """Turns of the pieces of uploads: owners get equal shares of the bytes."""
+
         self._uses: dict[str, _Use] = {}
 
     async def settle(self) -> None:
@@ -123,7 +156,7 @@ class FileStore:
         """
         async with self._counted(owner) as count:
             try:
-                size_bytes = await self._receive(file_id, chunks, count)
+                size_bytes = await self._receive(owner, file_id, chunks, count)
                 now_s = self._context.clock.now_s()
                 file = FileRecord(
                     id=file_id,
@@ -176,7 +209,11 @@ class FileStore:
                 del self._uses[owner]
 
     async def _receive(
-        self, file_id: str, chunks: AsyncIterable[bytes], count: Callable[[int, int], None]
+        self,
+        owner: str,
+        file_id: str,
+        chunks: AsyncIterable[bytes],
+        count: Callable[[int, int], None],
     ) -> int:
         """Return the bytes that were received."""
         limit_bytes, size_bytes = self._limits.max_upload_bytes, 0
@@ -192,18 +229,18 @@ class FileStore:
                         param="file",
                     )
                 count(len(piece), await self._threads.run(self._append, fd, piece))
-                await self._slowed(len(piece))
+                await self._slowed(owner, len(piece))
             await self._threads.run(self._force, fd)
         return size_bytes
 
-    async def _slowed(self, size_bytes: int) -> None:
+    async def _slowed(self, owner: str, size_bytes: int) -> None:
         """Hold all uploads together to ``busy_upload_bytes_per_s`` beside online requests.
 
         Each piece takes time of the event loop and the interpreter lock that online requests are
         read, tokenized and answered with. What is not read waits in the client, by TCP's flow
         control.
         """
-        async with self._turn:
+        async with self._turns.one(JobShare(owner, 0, 0.0), size_bytes):
             if self._context.backend.load().is_online_busy:
                 await self._context.clock.sleep(size_bytes / self._limits.busy_upload_bytes_per_s)
 

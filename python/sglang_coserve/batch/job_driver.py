@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.job_lines import JobLines
 from sglang_coserve.batch.record import JobRecord, Status
-from sglang_coserve.batch.schemas import mixed_models
+from sglang_coserve.batch.schemas import WaitingFor, mixed_models
 from sglang_coserve.batch.state import (
     DeadlinePassed,
     Event,
@@ -25,7 +25,7 @@ from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.background import backoff_s
-from sglang_coserve.lines.fair_slots import JobShare
+from sglang_coserve.lines.fair_slots import JobShare, LineWait
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -39,6 +39,8 @@ _MAX_PAUSE_S = 30.0
 
 _CLOCK_LOOK_S: Final = 60.0
 """How late a window may close after somebody has set the clock, or the machine has slept."""
+
+_DISK_FAULT: Final = "storage_failed"
 
 _MAX_FAILURES = 5
 """How often a batch whose window has closed, or that is cancelled, is tried again before it
@@ -73,12 +75,39 @@ class JobDriver:
         """Why the batch makes no progress; None while it does."""
         if self._fault is not None:
             return self._fault.message
-        return self._context.backend.stalled_by if self.record.will_be_served else None
+        if not self.record.will_be_served:
+            return None
+        return self._context.backend.stalled_by or self._context.slots.held.get(self.record.owner)
+
+    def waiting_for(self, batch: JobRecord) -> WaitingFor | None:
+        """Return what the batch waits for; None while its lines run, and without any left to run.
+
+        ``batch`` is the batch as it is now, which this driver may not have seen yet.
+        """
+        share, backend = self.share, self._context.backend
+        if self._fault is not None:
+            return "disk" if self._fault.code == _DISK_FAULT else "error"
+        if batch.status is Status.VALIDATING:
+            return "check"
+        if batch.status is not Status.IN_PROGRESS:
+            return None
+        if batch.is_paused:
+            return "paused"
+        if backend.stalled_by:
+            return "engine"
+        if share.lines_in_engine:
+            return None
+        if batch.owner in self._context.slots.held:
+            return "quota"
+        if backend.is_changing:
+            return "model"
+        waits: tuple[LineWait, ...] = ("suspect", "model", "engine", "slot")
+        return next((each for each in waits if share.waits[each]), None)
 
     @property
     def is_in_engine(self) -> bool:
         """True while a line of the batch is being served."""
-        return self.share.lines_in_flight > 0
+        return self.share.lines_in_engine > 0
 
     def notice_change(self) -> None:
         """Interrupt the current work, because the state has changed."""
@@ -96,7 +125,7 @@ class JobDriver:
                 continue
             except StorageError as error:
                 text = self._context.directory.told(error)
-                await self._pause(LineFault("storage_failed", text), error)
+                await self._pause(LineFault(_DISK_FAULT, text), error)
             except Exception as error:
                 # It stops neither other batches nor what its owner asks of this one.
                 self._context.background.note_failure(BATCH_TASK, error, self.record.id)

@@ -114,7 +114,8 @@ class JobLines:
         else:  # The lines stay in the order of the file.
             scratch = {SCRATCH_VARIABLE: ""}
         arguments = (json.dumps(asdict(wanted)), str(self._order))
-        report = await self._read(f"checking {self._input}", size_bytes, *arguments, **scratch)
+        what = f"checking {self._batch.input_file_id}"
+        report = await self._read(what, size_bytes, *arguments, **scratch)
         if report["faults"]:
             return Failed(tuple(LineFault(**fault) for fault in report["faults"]))
         return Validated(report["requests"], report["estimated_tokens"], report["model"])
@@ -168,7 +169,7 @@ class JobLines:
     async def parse(self, line: FileLine) -> RequestLine | UnservedLine:
         """See ``LineJob``."""
         if line.content is None:
-            what = f"reading the line at byte {line.offset} of {self._input}"
+            what = f"reading the line at byte {line.offset} of {self._batch.input_file_id}"
             custom_id = await self._read(what, line.size_bytes, str(line.offset))
             max_bytes = self._context.backend.limits.max_bytes
             message = f"the request is larger than {max_bytes:,} bytes"
@@ -197,20 +198,11 @@ class JobLines:
 
     async def _read(self, what: str, size_bytes: int, *arguments: str, **variables: str) -> Any:
         """Have a process read the input, in turn; it ends when this is cancelled."""
-        turns, batch = self._context.reading_turns, self._batch
+        batch = self._batch
         share = JobShare(batch.owner, batch.priority, batch.expires_at_s)
-        turns.join(share)
-        try:
-            await turns.acquire(share, 0, size_bytes)
-            try:
-                path = str(self._input)
-                return await run_module(
-                    what, _READER, path, batch.endpoint, *arguments, **variables
-                )
-            finally:
-                turns.release(share, 0, size_bytes, size_bytes)
-        finally:
-            turns.leave(share)
+        async with self._context.reading_turns.one(share, size_bytes):
+            path = str(self._input)
+            return await run_module(what, _READER, path, batch.endpoint, *arguments, **variables)
 
     async def served_by(self, model: str, completed: int) -> None:
         """See ``LineJob``."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable
+from collections import Counter
+from collections.abc import Collection, Coroutine
 from dataclasses import replace
 from typing import Any, Final
 
 from sglang_coserve.batch.context import JobContext
-from sglang_coserve.batch.eta import Eta, Headroom, etas, headroom
+from sglang_coserve.batch.eta import Eta, Forecasts, Headroom
 from sglang_coserve.batch.job_driver import JobDriver
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Event
-from sglang_coserve.batch.store import batch_rows
+from sglang_coserve.batch.store import batch_rows, file_rows
 from sglang_coserve.jsonl.check_file import estimate_file
 from sglang_coserve.lines.background import to_its_end
 
 _LOOK_INTERVAL_S: Final = 1.0
-
+"""How old a forecast may be, and for how long an owner may go on beyond its quota."""
 
 COUNT_INTERVAL_S: Final = 5.0
 """What a crash costs of the sums. Each time is a message to every scheduler and back."""
@@ -32,6 +33,10 @@ class JobSupervisor:
         """What was counted of each batch's delays of online requests."""
 
         self._drivers: dict[str, JobDriver] = {}
+        self._forecasts = Forecasts((), None, 0.0)
+        self._written_bytes: dict[str, int] = {}
+        """Results of every owner's unfinished batches when its quota was looked at last."""
+
         self._uncounted: set[str] = set()
         """Batches that ran since delays were counted last."""
 
@@ -49,11 +54,14 @@ class JobSupervisor:
         self._size_slots()
         for record in await self._context.store.run(batch_rows.unfinished):
             self._lead(record)
+        await self._hold_owners()
+        await self._forecast()
         # Each by itself: an engine may hang, a disk may fail, and the others go on.
         self._watching = [
             self._context.background.start(name, work)
             for name, work in (
                 ("batch_slots", self._watch),
+                ("batch_quotas", self._watch_quotas),
                 ("online_delays", self._count_delays),
             )
         ]
@@ -75,24 +83,17 @@ class JobSupervisor:
         """
         return await self._call(self._change(batch_id, event, owner))
 
-    def etas(self, latest: Iterable[JobRecord]) -> dict[str, Eta]:
-        """Return the ETA of every batch that is, or soon will be, served, by id.
+    def eta(self, latest: JobRecord) -> Eta | None:
+        """Return the ETA of a batch that is, or soon will be, served. O(log n).
 
-        ``latest`` are batches as they are now, which their drivers may not have seen yet.
+        ``latest`` is the batch as it is now, which its driver may not have seen yet.
         """
-        records = {driver.record.id: driver.record for driver in self._drivers.values()}
-        records |= {record.id: record for record in latest}
-        served = [record for record in records.values() if record.will_be_served]
-        return etas(served, self._rate_per_s, self._context.clock.now_s())
+        return self._forecasts.eta(latest, self._context.clock.now_s())
 
     def headroom(self) -> Headroom:
-        """Return how much offline work could be added, and still be done in time."""
-        served = [record for record in self.unfinished() if record.will_be_served]
-        return headroom(served, self._rate_per_s, self._context.clock.now_s())
-
-    @property
-    def _rate_per_s(self) -> float | None:
-        return self._context.backend.load().offline_tokens_per_s or None
+        """Return how much offline work could be added, and still be done in time, as of the last
+        second."""
+        return self._forecasts.headroom
 
     def driver(self, batch_id: str) -> JobDriver | None:
         """Return who drives a batch; None once it has ended, or the service is closed."""
@@ -156,14 +157,60 @@ class JobSupervisor:
 
     def _size_slots(self) -> None:
         """Have no more lines in flight than the backend has use for: the rest keeps its order."""
-        most = self._context.limits.max_in_flight
-        useful = self._context.backend.load().max_in_flight
-        self._context.slots.resize(most if useful is None else min(most, useful))
+        limits, load = self._context.limits, self._context.backend.load()
+        most, useful = limits.max_in_flight, load.max_in_flight
+        self._context.slots.resize(
+            most if useful is None else min(most, useful),
+            limits.max_in_flight_bytes * load.num_engines,
+        )
 
     async def _watch(self) -> None:
         while True:
             await self._context.clock.sleep(_LOOK_INTERVAL_S)
             self._size_slots()
+            await self._forecast()
+
+    async def _forecast(self) -> None:
+        """Foresee the ends of all batches, in a thread: of thousands that takes 10 ms."""
+        context = self._context
+        served = [record for record in self.unfinished() if record.will_be_served]
+        rate_per_s = context.backend.load().offline_tokens_per_s or None
+        self._forecasts = await context.threads.run(
+            Forecasts, served, rate_per_s, context.clock.now_s()
+        )
+
+    async def _watch_quotas(self) -> None:
+        while True:
+            await self._context.clock.sleep(_LOOK_INTERVAL_S)
+            await self._hold_owners()
+
+    async def _hold_owners(self) -> None:
+        """Hold back the lines of owners who are over their quota; let the others' go on.
+
+        Only an owner whose results have grown since the last look, or who is held, is summed up.
+        """
+        context, slots = self._context, self._context.slots
+        free_bytes = await context.threads.run(context.directory.free_bytes)
+        quota_bytes = context.limits.quota_bytes(free_bytes)
+        if quota_bytes is None:
+            self._written_bytes.clear()
+            slots.hold({})
+            return
+        written = Counter[str]()
+        for record in self.unfinished():
+            written[record.owner] += record.progress.output_bytes + record.progress.error_bytes
+        before, self._written_bytes = self._written_bytes, dict(written)
+        held: dict[str, str] = {}
+        for owner, size_bytes in written.items():
+            if size_bytes == before.get(owner) and owner not in slots.held:
+                continue
+            used_bytes, _ = await context.store.run(file_rows.stored, owner)
+            if used_bytes > quota_bytes:
+                held[owner] = (
+                    f"this key has {used_bytes:,} bytes of files, and may have {quota_bytes:,}: its"
+                    " batches go on when files are deleted or expire"
+                )
+        slots.hold(held)
 
     async def _count_delays(self) -> None:
         while True:

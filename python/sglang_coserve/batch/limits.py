@@ -60,7 +60,7 @@ class BatchLimits:
 
     max_stored_bytes_per_owner: int | None = None
     """What the files of one owner may take; None: as much as is still free on the disk. The
-    results of a running batch may exceed it, so that none is lost."""
+    results of lines in flight may exceed it, so that none is lost; others of the owner wait."""
 
     max_files_per_owner: int = 100_000
     """Inputs and results together: an empty file takes no bytes, but a row and an inode. What an
@@ -84,7 +84,7 @@ class BatchLimits:
     """Lines that the engine has at the same time, over all batches."""
 
     max_in_flight_bytes: int = 64 * _MIB
-    """Their bytes in the input; a single larger line is sent alone."""
+    """Their bytes in the input, for each engine; a single larger line is sent alone."""
 
     max_attempts: int = 5
     """Times that one line is tried when the engine fails on it."""
@@ -107,6 +107,10 @@ class BatchLimits:
     min_free_bytes: int = 64 * _MIB
     """Uploads and batches are refused while less of the disk is free."""
 
+    tight_free_bytes: int = 256 * _MIB
+    """Batches of owners without a quota, who have more on the disk than is free, wait while less is
+    free: before anybody's uploads and batches are refused."""
+
     reserved_bytes: int = 16 * _MIB
     """Journals are deleted, and then running batches wait, while less is free: to cancel one, or to
     delete a file, takes some room in the database."""
@@ -119,6 +123,7 @@ class BatchLimits:
             max_upload_bytes=config.batch_max_upload_mib << 20,
             max_lines=config.batch_max_lines,
             max_in_flight=config.batch_max_in_flight,
+            max_in_flight_bytes=config.batch_max_in_flight_mib << 20,
             max_active_batches=config.batch_max_active,
             max_active_batches_per_owner=config.batch_max_active_per_key,
             max_stored_bytes_per_owner=None if stored_gib is None else int(stored_gib * (1 << 30)),
@@ -130,6 +135,15 @@ class BatchLimits:
             value = getattr(self, field.name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{field.name} must be greater than 0, not {value}")
+
+    def quota_bytes(self, free_bytes: int) -> int | None:
+        """Return the bytes of files with which an owner's batches go on; None for no limit.
+
+        ``free_bytes`` are left on the disk.
+        """
+        if self.max_stored_bytes_per_owner is None and free_bytes < self.tight_free_bytes:
+            return free_bytes
+        return self.max_stored_bytes_per_owner
 
     def check_stored(self, used_bytes: int, files: int, free_bytes: int) -> None:
         """Check what an owner has on a disk of which ``free_bytes`` are left.

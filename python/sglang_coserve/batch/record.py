@@ -105,6 +105,9 @@ class JobRecord:
     not known."""
 
     progress: Progress = field(default_factory=Progress)
+    last_record_at_s: float | None = None
+    """When the latest record of a line was counted; None before there is one."""
+
     faults: tuple[LineFault, ...] = ()
 
     model: str | None = None

@@ -183,6 +183,12 @@ class BatchUsage(BaseModel):
     total_tokens: int
 
 
+WaitingFor = Literal[
+    "check", "slot", "suspect", "model", "engine", "disk", "paused", "quota", "error"
+]
+"""Reasons why a batch stands still; see docs/batch_api.md."""
+
+
 class CoserveBatch(BaseModel):
     """What OpenAI's batch object has no field for."""
 
@@ -202,6 +208,15 @@ class CoserveBatch(BaseModel):
     online_delay_s: float | None
     """By how many seconds it has delayed online requests, those of all users together; None while
     that is not known."""
+
+    waiting_for: WaitingFor | None
+    """What its next lines wait for; None while lines run, and when none are left to run."""
+
+    lines_in_flight: int
+    """Lines that the engine has."""
+
+    last_record_at: int | None
+    """When the latest result was written; None before there is one."""
 
     warning: str | None
     """Why the batch may miss its window, or makes no progress; that its results are of
@@ -246,10 +261,16 @@ class BatchObject(BaseModel):
         cls,
         batch: JobRecord,
         eta: Eta | None = None,
-        stalled_by: str | None = None,
         model: str | None = None,
+        *,
+        stalled_by: str | None = None,
+        waiting_for: WaitingFor | None = None,
+        lines_in_flight: int = 0,
     ) -> Self:
-        """Return a batch as the API shows it; ``model`` is what is loaded now, None if unknown."""
+        """Return a batch as the API shows it; ``model`` is what is loaded now, None if unknown.
+
+        The rest is known of an unfinished batch by its driver.
+        """
         progress, usage = batch.progress, batch.progress.usage
         warnings = (stalled_by or _lateness(batch, eta), mixed_models(batch, model))
         return cls(
@@ -289,6 +310,9 @@ class BatchObject(BaseModel):
                 eta=int(eta.at_s) if eta else None,
                 rate_tokens_per_s=eta.rate_tokens_per_s if eta else None,
                 online_delay_s=_delay_s(batch.online_delay_s),
+                waiting_for=waiting_for,
+                lines_in_flight=lines_in_flight,
+                last_record_at=_seconds(batch.last_record_at_s),
                 warning="; ".join(filter(None, warnings)) or None,
             ),
         )

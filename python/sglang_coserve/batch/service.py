@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -35,7 +36,7 @@ from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.background import Clock, TaskSupervisor, WorkerThreads
 from sglang_coserve.lines.engine_lines import EngineLines
-from sglang_coserve.lines.fair_slots import FairSlots
+from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.serve_line import EngineHealth, RetryPolicy
 
 _FILE_THREADS: Final = 4
@@ -64,6 +65,8 @@ class BatchService:
         self.runner = JobSupervisor(context)
         self.uploads = Transfers("uploads", context.limits.max_transfers)
         self.downloads = Transfers("downloads", context.limits.max_transfers)
+        self._list_turns = FairSlots(1, max_bytes=1)
+        """Turns at lists: one page is read at a time, and owners alternate."""
 
     @staticmethod
     async def check(directory: Path) -> None:
@@ -188,17 +191,18 @@ class BatchService:
     ) -> FileList:
         """Return a page of files by their creation, ``MOST_ROWS`` of them at the most."""
         limit = min(limit, MOST_ROWS)
-        found = await self.context.store.lists.run(
-            file_rows.page,
-            owner,
-            self.context.clock.now_s(),
-            after=after,
-            limit=limit + 1,
-            is_ascending=order == "asc",
-            purpose=purpose,
-        )
-        # In a thread: there may be thousands.
-        return await self.context.threads.run(FileList.of, found, limit, FileObject.of)
+        async with self._list_turns.one(JobShare(owner, 0, 0.0), limit):
+            found = await self.context.store.lists.run(
+                file_rows.page,
+                owner,
+                self.context.clock.now_s(),
+                after=after,
+                limit=limit + 1,
+                is_ascending=order == "asc",
+                purpose=purpose,
+            )
+            # In a thread: there may be a thousand.
+            return await self.context.threads.run(FileList.of, found, limit, FileObject.of)
 
     async def retrieve_file(self, owner: str, file_id: str) -> FileObject:
         """Return one file."""
@@ -247,12 +251,13 @@ class BatchService:
     ) -> BatchList:
         """Return a page of batches, the newest first, ``MOST_ROWS`` of them at the most."""
         limit = min(limit, MOST_ROWS)
-        found = await self.context.store.lists.run(
-            batch_rows.page, owner, after=after, limit=limit + 1, status=status
-        )
-        render = self._renderer(found)
-        # A failed batch has up to a hundred errors, and is not small either.
-        return await self.context.threads.run(BatchList.of, found, limit, render)
+        async with self._list_turns.one(JobShare(owner or "", 0, 0.0), limit):
+            found = await self.context.store.lists.run(
+                batch_rows.page, owner, after=after, limit=limit + 1, status=status
+            )
+            render = self._renderer(found)
+            # A failed batch has up to a hundred errors, and is not small either.
+            return await self.context.threads.run(BatchList.of, found, limit, render)
 
     def unfinished_batches(self, owner: str | None, limit: int) -> list[BatchObject]:
         """Return batches that have not ended, and no responses, the newest first."""
@@ -313,11 +318,18 @@ class BatchService:
 
     def _renderer(self, batches: list[JobRecord]) -> Callable[[JobRecord], BatchObject]:
         """Return what makes objects of ``batches``, in any thread."""
-        etas = self.runner.etas(batches)
-        drivers = {batch.id: self.runner.driver(batch.id) for batch in batches}
-        stalled = {key: driver.stalled_by for key, driver in drivers.items() if driver}
         model = self.context.backend.model or None  # A gateway may not know it yet.
-        return lambda batch: BatchObject.of(batch, etas.get(batch.id), stalled.get(batch.id), model)
+        shown: dict[str, Callable[[], BatchObject]] = {}
+        for batch in batches:
+            driver = self.runner.driver(batch.id)
+            shown[batch.id] = partial(
+                BatchObject.of,
+                *(batch, self.runner.eta(batch), model),
+                stalled_by=driver.stalled_by if driver else None,
+                waiting_for=driver.waiting_for(batch) if driver else None,
+                lines_in_flight=driver.share.lines_in_engine if driver else 0,
+            )
+        return lambda batch: shown[batch.id]()
 
     async def _expire_regularly(self) -> None:
         while True:

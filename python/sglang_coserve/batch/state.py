@@ -138,7 +138,9 @@ def transition(record: JobRecord, event: Event, now_s: float) -> JobRecord:
             )
         case Progressed(progress):
             assert record.progress.lines <= progress.lines <= record.total_lines
-            return replace(record, progress=progress)
+            has_more = progress.lines > record.progress.lines
+            at_s = now_s if has_more else record.last_record_at_s
+            return replace(record, progress=progress, last_record_at_s=at_s)
         case ServedBy(model, completed):
             is_change = record.model not in (None, model)
             earlier = completed if is_change else record.earlier_model_lines

@@ -277,6 +277,8 @@ def _operator_row(batch: Batch) -> str:
 
 
 def _details(batch: Batch) -> str:
+    from sglang_coserve.view.terminal import waiting_text
+
     usage, extra = batch["usage"], batch["coserve"]
     lines = [
         batch_row(batch),
@@ -287,6 +289,12 @@ def _details(batch: Batch) -> str:
     if extra.get("eta") is not None:
         rate = extra.get("rate_tokens_per_s") or 0.0
         lines.append(f"expected to be complete {_time(extra['eta'])}, at {rate:.1f} tokens/s")
+    if waiting := waiting_text(batch):
+        lines.append(waiting)
+    if extra.get("lines_in_flight"):
+        lines.append(f"{extra['lines_in_flight']} lines in the engine")
+    if extra.get("last_record_at") is not None:
+        lines.append(f"latest result {_time(extra['last_record_at'])}")
     if extra.get("online_delay_s") is not None:
         lines.append(f"delayed online requests by {extra['online_delay_s']:.1f} s in all")
     if extra.get("warning"):

@@ -36,6 +36,12 @@ class BatchApiConfig(FlagSettings):
         type=int,
         metavar="N",
     )
+    batch_max_in_flight_mib: Annotated[int, POSITIVE] = setting(
+        64,
+        "Most MiB of these lines, for each engine. A larger line goes alone.",
+        type=int,
+        metavar="MIB",
+    )
     batch_max_active: Annotated[int, POSITIVE] = setting(
         256, "Most unfinished batches, of all API keys together.", type=int, metavar="N"
     )

@@ -284,6 +284,7 @@ class FleetBackend(Backend):
             total_tokens=self._rate.total_tokens,
             # More lines than fit, among which each engine finds lines of its own prefixes.
             max_in_flight=max(1, sum(engine.window + LINES_AHEAD for engine in up)),
+            num_engines=max(1, len(up)),
         )
 
     async def online_delays_s(self) -> Mapping[str, float] | None:

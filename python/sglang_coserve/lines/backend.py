@@ -168,6 +168,9 @@ class BackendLoad:
     max_in_flight: int | None = None
     """Most lines in flight that it can make use of; None for no limit of its own."""
 
+    num_engines: int = 1
+    """Engines that lines go to. Each has use for the bytes in flight that one server has."""
+
 
 class LineBackend(Protocol):
     """Serves lines as offline requests: an engine in this process, or servers.

@@ -10,13 +10,20 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from sglang_coserve.errors import disk_errors
+from sglang_coserve.lines.fair_slots import JobShare
 
 TURN_S: Final = 60.0
 """Duration of a turn while lines of the other kind wait. Short compared with completion windows of
@@ -140,7 +147,9 @@ class EngineLines:
                 limit.reschedule(0.0)
 
     @asynccontextmanager
-    async def in_engine(self, batch_id: str, line: int) -> AsyncGenerator[asyncio.Timeout]:
+    async def in_engine(
+        self, batch_id: str, line: int, share: JobShare
+    ) -> AsyncGenerator[asyncio.Timeout]:
         """Wait for a line's turn, and record it as in the engine within this context.
 
         Yields a timeout. Once ``take_out`` was called it has expired: what runs in the context is
@@ -149,7 +158,10 @@ class EngineLines:
         Raises:
             StorageError: the line cannot be recorded, so it must not reach the engine.
         """
-        async with self.turns.one(is_suspect=line in self.suspects_of(batch_id)):
+        async with AsyncExitStack() as turn:
+            with share.waiting("suspect"):
+                is_suspect = line in self.suspects_of(batch_id)
+                await turn.enter_async_context(self.turns.one(is_suspect=is_suspect))
             entry = await self._file.begin(batch_id, line) if self._file else 0
             limit = asyncio.timeout(None)
             try:

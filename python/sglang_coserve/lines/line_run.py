@@ -15,7 +15,7 @@ from sglang_coserve.jsonl.lines import FileLine
 from sglang_coserve.jsonl.request_line import RequestLine, estimate_tokens, output_limit, parse_json
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.engine_lines import MAX_DEATHS
-from sglang_coserve.lines.fair_slots import JobShare
+from sglang_coserve.lines.fair_slots import Grant, JobShare
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.line_source import LineSource
 from sglang_coserve.lines.result_log import ResultWriter
@@ -73,7 +73,7 @@ class LineJob(Protocol):
 
     id: str
     share: JobShare
-    """Its share of the slots."""
+    """Its share of the slots, which knows where its lines are."""
 
     deadline_s: float | None
     """When it should be complete, in seconds since the epoch; None for no deadline."""
@@ -138,11 +138,10 @@ class LineRun:
                     if request is None:
                         continue
                     estimated_tokens = self._estimate(line, request.body)
-                    await slots.acquire(job.share, line.size_bytes, estimated_tokens)
+                    slot = await slots.acquire(job.share, line.size_bytes, estimated_tokens)
                     task = tasks.create_task(self._serve(line, request, estimated_tokens))
                     # As a callback: a task that is cancelled before it starts runs no code.
-                    release = partial(self._release, line.size_bytes, estimated_tokens)
-                    task.add_done_callback(release)
+                    task.add_done_callback(partial(self._release, slot))
             for each in meanwhile:
                 each.cancel()
 
@@ -195,7 +194,9 @@ class LineRun:
             assert line.content is not None
             return (await self._context.threads.run(parse_json, line.content))["body"]
 
-        result, model = await serve_line(line_request, fresh_body, self._journal, self._context)
+        result, model = await serve_line(
+            line_request, fresh_body, self._journal, self._context, self._job.share
+        )
         usage = usage_of(result.body)
         if result.is_ok:
             self._lengths.add(limit, usage.output_tokens)
@@ -232,9 +233,9 @@ class LineRun:
     def _estimate(self, line: FileLine, body: Mapping[str, Any]) -> int:
         return estimate_tokens(line.size_bytes, body, self._job.context_tokens)
 
-    def _release(self, size_bytes: int, estimated_tokens: int, task: asyncio.Task[int]) -> None:
+    def _release(self, slot: Grant, task: asyncio.Task[int]) -> None:
         tokens = 0 if task.cancelled() or task.exception() else task.result()
-        self._context.slots.release(self._job.share, size_bytes, estimated_tokens, tokens)
+        self._context.slots.release(slot, tokens)
 
     async def _journal_regularly(self) -> None:
         # Thousands of jobs may wait for their turn: they take no time meanwhile.

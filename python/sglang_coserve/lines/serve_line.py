@@ -14,11 +14,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sglang_coserve.errors import ServerError, ServerGoneError
+from sglang_coserve.errors import ServerError, ServerGoneError, without_directories
 from sglang_coserve.lines.backend import FailureKind, LineBackend, LineRequest, LineResult
 from sglang_coserve.lines.background import Clock, WorkerThreads, backoff_s
 from sglang_coserve.lines.engine_lines import EngineLines
-from sglang_coserve.lines.fair_slots import FairSlots
+from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.result_record import error_message
 
@@ -153,13 +153,14 @@ async def serve_line(
     fresh_body: Callable[[], Awaitable[dict[str, Any]]],
     received: LineTokens,
     context: AttemptContext,
+    share: JobShare | None = None,
 ) -> tuple[LineResult, str]:
     """Return the engine's answer to ``request``, or its last failure, and the model used.
 
     An attempt continues from the tokens ``received`` in earlier attempts, also of an earlier run,
     if the model is the same. If the weights change while the line is served, it
     starts over, as an answer must be of one model. Each attempt gets its own body: the first that
-    of ``request``, later ones a ``fresh_body``.
+    of ``request``, later ones a ``fresh_body``. ``share`` is told where the line is.
 
     Raises:
         StorageError: the line cannot be recorded as in the engine.
@@ -167,7 +168,7 @@ async def serve_line(
     """
     backend, now_s = context.backend, asyncio.get_running_loop().time
     retries = LineRetries(request.line, context.retry_policy, context.health, context.rng)
-    model = ""
+    model, share = "", share or JobShare("", 0, math.inf)
 
     def take_tokens(tokens: Sequence[int]) -> None:
         # An attempt that has ended may still tell of tokens, which are of its own model.
@@ -177,23 +178,26 @@ async def serve_line(
     is_first = True
     while True:
         result: LineResult | None = None
-        await backend.settled()
-        async with context.engine_lines.in_engine(request.batch_id, request.line) as limit:
+        with share.waiting("model"):
+            await backend.settled()
+        async with context.engine_lines.in_engine(request.batch_id, request.line, share) as limit:
             model = backend.model
             generated = received.tokens(request.line) if model == received.model else ()
             body, is_first = (request.body if is_first else await fresh_body()), False
             retries.began(now_s())
             try:
-                result = await backend.run(
-                    replace(request, body=body, generated=generated), take_tokens
-                )
+                with share.in_engine():
+                    result = await backend.run(
+                        replace(request, body=body, generated=generated), take_tokens
+                    )
             except ServerError:
                 raise
             except Exception as error:
                 if not limit.expired():
                     # An unexpected error in the engine must fail only this line, not the job.
                     _log.exception("%s, line %d: the engine failed", request.batch_id, request.line)
-                    result = LineResult.refused(500, f"the engine failed: {error}")
+                    message = f"the engine failed: {without_directories(str(error))}"
+                    result = LineResult.refused(500, message)
         if result is None:
             continue  # It was taken out.
         if backend.model != model or (result.is_retryable and backend.is_changing):
@@ -204,7 +208,8 @@ async def serve_line(
         delay_s = retries.failed(result, now_s())
         if delay_s is None:
             return result, model
-        await context.clock.sleep(delay_s)
+        with share.waiting("engine"):
+            await context.clock.sleep(delay_s)
         context.health.num_retries += 1
 
 

@@ -25,11 +25,23 @@ _LATENCIES: Final = {
 }
 _BESIDE: Final = ("latency", "P50", "alone", "ratio", "P99", "alone", "ratio")
 _ENGINES: Final = ("engine", "state", "lines", "window", "offline tokens/s", "online users")
-_BATCHES: Final = ("batch", "status", "done", "expected", "window ends")
-_TEXTS: Final = ("", "state", "status", "online users")
+_BATCHES: Final = ("batch", "status", "waits for", "done", "expected", "window ends")
+_TEXTS: Final = ("", "state", "status", "waits for", "online users")
 """Columns after the first that are no numbers."""
 _FINAL: Final = ("completed", "failed", "expired", "cancelled")
 _STALE_S: Final = 5.0
+
+_WAITS: Final = {
+    "check": "the check of its input",
+    "slot": "a slot, which other lines have",
+    "suspect": "lines that may have crashed the engine, which run alone",
+    "model": "the exchange of the model",
+    "engine": "the engine",
+    "disk": "the disk",
+    "paused": "being resumed",
+    "quota": "room in the quota of its key",
+    "error": "another attempt after an internal error",
+}
 
 View = Mapping[str, Any]
 
@@ -171,9 +183,17 @@ def _batch_row(batch: View) -> Sequence[str]:
     return (
         batch["id"],
         "paused" if ours["paused"] and not _has_ended(batch) else batch["status"].replace("_", " "),
+        ours.get("waiting_for") or "–",
         f"{counts['completed'] + counts['failed']:,}/{counts['total']:,}",
         *map(_moment, (ours["eta"], batch["expires_at"])),
     )
+
+
+def waiting_text(batch: View) -> str:
+    """Return what a batch waits for, in words; empty if it runs, or if that is not known."""
+    # A server of another version may know other reasons, or tell none.
+    reason = batch["coserve"].get("waiting_for")
+    return f"waits for {_WAITS.get(reason, reason)}" if reason else ""
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -20,6 +20,7 @@ from batch.scenarios import OWNER, Scene, opened, undelivered
 from batch.scripted_backend import ScriptedBackend, failure, tokens_of
 from sglang_coserve.batch.api import add_batch_routes
 from sglang_coserve.batch.errors import NotFoundError, QuotaError
+from sglang_coserve.batch.file_store import Transfers
 from sglang_coserve.batch.job_lines import JobLines
 from sglang_coserve.batch.responses.responses import BackgroundResponses, has_ended
 from sglang_coserve.batch.responses.schemas import CreateResponse
@@ -363,3 +364,19 @@ async def test_it_can_be_deleted_once_it_has_failed(
         await asyncio.sleep(0.05)
         gate.set()
         await deleting
+
+
+def test_bodies_that_are_read_together_are_bounded_and_shared(app: LiveApp) -> None:
+    pot = Transfers("bytes of requests", 2 * 1000)
+    app.app.state.coserve_unread_responses = pot
+    body = {"model": "small", "input": "x" * 1100, "background": True}
+    refusal = posted(app, body)
+    assert refusal.status_code == 429
+    assert refusal.json()["error"]["code"] == "too_many_bytes_of_requests"
+    assert pot.count == 0
+    with pot.growing("another key") as take:
+        take(1000)
+        body["input"] = "x" * 400
+        for _ in range(5):
+            assert posted(app, body).status_code == 200
+        assert pot.count == 1000

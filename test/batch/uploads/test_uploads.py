@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from hashlib import md5
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from batch.route_calls import refused
 from batch.scenarios import OWNER, lines, opened, stream
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
 from sglang_coserve.batch.errors import NotFoundError
+from sglang_coserve.batch.routes.caller import owner_of
 from sglang_coserve.batch.uploads.uploads import CompleteUpload, CreateUpload, UploadObject, Uploads
 from waiting import eventually
 
@@ -156,6 +158,25 @@ async def test_one_that_is_completed_twice_at_a_time_is_one_file(tmp_path: Path)
         refused = [each for each in ends if isinstance(each, NotFoundError)]
         assert (len(done), len(refused)) == (1, 2)
         assert [file.id for file in (await service.list_files(OWNER)).data] == [done[0].file.id]
+
+
+def test_its_completion_is_a_transfer_and_one_at_a_time(
+    app: LiveApp, client: openai.OpenAI, key: str
+) -> None:
+    upload_id = begin(client)
+    part = add(client, upload_id, CONTENT)
+    assert app.service is not None
+    with app.service.uploads.one(owner_of(key), of=upload_id):
+        with pytest.raises(openai.ConflictError) as caught:
+            client.uploads.complete(upload_id, part_ids=[part])
+        refused(caught, 409, "in_progress", None)
+    with ExitStack() as places:
+        for _ in range(128):
+            places.enter_context(app.service.uploads.one(owner_of(key)))
+        with pytest.raises(openai.RateLimitError) as limited:
+            client.uploads.complete(upload_id, part_ids=[part])
+        assert limited.value.code == "too_many_uploads"
+    assert client.uploads.complete(upload_id, part_ids=[part]).status == "completed"
 
 
 def test_an_upload_goes_on_after_a_restart(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ VALUES: dict[str, dict[str, Any]] = {
         for name in (
             *("batch_max_upload_mib", "batch_max_lines", "batch_max_in_flight"),
             *("batch_max_active", "batch_max_active_per_key", "batch_max_stored_gib_per_key"),
-            "batch_max_files_per_key",
+            *("batch_max_files_per_key", "batch_max_in_flight_mib"),
         )
     },
     "batch_webhook_url": {"batch_webhook_url": "https://a.example", "coserve_data_dir": "data"},

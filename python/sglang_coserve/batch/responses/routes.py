@@ -13,7 +13,8 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from sglang_coserve.asgi import openai_error, replay, route_path, send_error, send_json
-from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError, SlowClientError
+from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError, BatchRequestError
+from sglang_coserve.batch.file_store import Transfers
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.responses.responses import (
     ID_PREFIX,
@@ -22,9 +23,10 @@ from sglang_coserve.batch.responses.responses import (
     no_stream,
 )
 from sglang_coserve.batch.responses.schemas import CreateResponse, ResponseDeleted
-from sglang_coserve.batch.routes.caller import Owner, Service, find_service
+from sglang_coserve.batch.routes.caller import Owner, Service, caller_owner, find_service
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, OpenAIRoute
 from sglang_coserve.batch.routes.transfers import received
+from sglang_coserve.errors import RequestError
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 from sglang_coserve.lines.result_record import encode_json
 
@@ -33,6 +35,12 @@ _OUR_PATH: Final = re.compile(f"{RESPONSES}/{ID_PREFIX}[0-9a-f]{{24}}(/cancel)?"
 
 _MAX_BYTES: Final = 64 << 20
 """Of a body that may turn out to be somebody else's."""
+
+_MOST_UNREAD_BYTES: Final = 1 << 30
+"""Most bytes of all clients' bodies together, which are read whole to find out whose they are."""
+
+_UNREAD: Final = "coserve_unread_responses"
+"""Where an application has the bytes of these bodies."""
 
 _SMALL_BYTES: Final = 1 << 16
 
@@ -54,9 +62,12 @@ class _Route(OpenAIRoute):
             except BodyTooLargeError as error:
                 await send_error(send, 413, str(error))
                 return
-            except SlowClientError as error:
+            except BatchRequestError as error:
                 refusal = openai_error(error.status, str(error), error.code)
                 await send_json(send, error.status, refusal, error.headers)
+                return
+            except RequestError as error:
+                await send_error(send, 400, str(error))
                 return
             except ClientDisconnect:
                 return
@@ -134,11 +145,16 @@ def _limits(app: Any) -> tuple[BodyLimits, BatchLimits] | None:
 
 
 async def _read(request: Request, limits: BatchLimits) -> bytes:
-    body = bytearray()
-    async for chunk in received(request.stream(), limits):
-        body += chunk
-        if len(body) > _MAX_BYTES:
-            raise BodyTooLargeError(f"the request is larger than {_MAX_BYTES:,} bytes")
+    body, state = bytearray(), request.app.state
+    if not hasattr(state, _UNREAD):
+        setattr(state, _UNREAD, Transfers("bytes of requests", _MOST_UNREAD_BYTES))
+    unread: Transfers = getattr(state, _UNREAD)
+    with unread.growing(caller_owner(request)) as take:
+        async for chunk in received(request.stream(), limits):
+            take(len(chunk))
+            body += chunk
+            if len(body) > _MAX_BYTES:
+                raise BodyTooLargeError(f"the request is larger than {_MAX_BYTES:,} bytes")
     return bytes(body)
 
 

@@ -57,10 +57,12 @@ async def add_upload_part(
 
 @router.post("/{upload_id}/complete")
 async def complete_upload(
-    parts: Parts, owner: Owner, upload_id: UploadId, body: CompleteUpload
+    service: Service, owner: Owner, upload_id: UploadId, body: CompleteUpload
 ) -> UploadObject:
     """Make a file of the parts."""
-    return await parts.complete(owner, upload_id, body)
+    # All of the file is read and written.
+    with service.uploads.one(owner, of=upload_id):
+        return await _uploads(service).complete(owner, upload_id, body)
 
 
 @router.post("/{upload_id}/cancel")

@@ -311,6 +311,12 @@ function figures(list, entries) {
 
 const FINAL = ["completed", "failed", "expired", "cancelled"];
 const rows = new Map();
+const WAITS = {
+  check: "the check of its input", slot: "a slot, which other lines have",
+  suspect: "lines that may have crashed the engine, which run alone", model: "the exchange of the model",
+  engine: "the engine", disk: "the disk", quota: "room in the quota of its key",
+  error: "another attempt after an internal error",
+};
 
 function showBatches(batches) {
   const table = byId("batches");
@@ -374,7 +380,8 @@ function updateRow(row, batch, path) {
   write(row.metadata, Object.values(batch.metadata || {}).join(", ").slice(0, 200));
   write(row.delay, ours.online_delay_s ? `delayed online users by ${milliseconds(ours.online_delay_s * 1000)} in all` : "");
   write(row.count, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`);
-  write(row.status, ours.paused && !isFinal ? "paused" : batch.status.replace("_", " "));
+  const waits = !isFinal && ours.waiting_for ? `, waits for ${WAITS[ours.waiting_for] || ours.waiting_for}` : "";
+  write(row.status, ours.paused && !isFinal ? "paused" : batch.status.replace("_", " ") + waits);
   write(row.finish, batch.completed_at ? `done ${moment(batch.completed_at)}` : ours.eta && !isFinal ? moment(ours.eta) : "–");
   write(row.window, moment(batch.expires_at));
   const isLate = !isFinal && ours.eta && ours.eta > batch.expires_at;
