@@ -42,7 +42,7 @@ IMPATIENT = ClientOptions(retry_policy=RetryPolicy(retry_for_s=0.1, first_delay_
 def source(tmp_path: Path) -> Path:
     return write_lines(
         tmp_path / "in.jsonl",
-        [line("a"), line("b", faults=["400"]), "bad", *(line(f"id-{n}") for n in range(50))],
+        [line("a"), line("b", faults=["400"]), *(line(f"id-{n}") for n in range(51))],
     )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
 
+from sglang_coserve.client.batches import Batch
 from sglang_coserve.client.calls import (
     CONNECT_TIMEOUT_S,
     Caller,
@@ -23,13 +23,9 @@ from sglang_coserve.client.calls import (
     raise_if_refused,
     unusable,
 )
-from sglang_coserve.durable_files import append, sync_names
+from sglang_coserve.client.output_files import growing
 from sglang_coserve.errors import InputFileError, ServerError
-from sglang_coserve.lines.background import to_its_end
 from sglang_coserve.lines.serve_line import RetryPolicy
-
-Batch: TypeAlias = Mapping[str, Any]
-"""A batch as the server shows it: OpenAI's object, with ``coserve`` beside."""
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "completion_window": "?",
@@ -46,20 +42,18 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 _FAULT: Final[dict[str, Any]] = {"line": None, "message": ""}
 
-FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"})
-
 _OUTPUT_S: Final = 30 * 86_400
 """The longest that the server takes."""
 
-_PIECE_BYTES: Final = 1 << 20
-"""So much of a file is written and synced at once."""
-
 
 class BatchApi(Caller):
-    """Calls of one server. Methods raise ``ServerGoneError`` when it cannot be reached,
+    """``Batches`` of one server. Methods raise ``ServerGoneError`` when it cannot be reached,
     ``RequestError`` when it says that the call is wrong, and ``ServerError`` when it refuses the
     key or has no Batch API.
     """
+
+    is_local = False
+    default_window = "24h"
 
     def __init__(
         self,
@@ -183,53 +177,43 @@ class BatchApi(Caller):
             ) from error
 
     async def fetch(self, file_id: str, path: Path) -> None:
-        """Append the bytes of a file that ``path`` lacks, and force them to the disk.
-
-        The file may still grow. What a crash can leave at the end of ``path`` must have been cut
-        off.
+        """See ``Batches``.
 
         Raises:
             InputFileError: ``path`` cannot be written.
             ServerError: ``path`` has more than the file.
         """
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                begins_at = os.fstat(fd).st_size
-                ends_at = await self._fetch(file_id, path, fd, begins_at)
-            finally:
-                os.close(fd)
-            if ends_at and not begins_at:
-                await asyncio.to_thread(sync_names, path.parent)
-        except OSError as error:
-            raise InputFileError(f"cannot write {path}: {error.strerror}") from error
+        async with growing(path) as file:
 
-    async def _fetch(self, file_id: str, path: Path, fd: int, size_bytes: int) -> int:
-        """Return the size that the file then has; it had ``size_bytes``."""
+            async def attempt(outage: Outage) -> None:
+                # A range counts bytes of the file, not of a compressed answer.
+                wanted = {"range": f"bytes={file.size_bytes}-", "accept-encoding": "identity"}
+                url = f"/v1/files/{file_id}/content"
+                async with self._http.stream("GET", url, headers=wanted) as answer:
+                    if answer.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                        file.raise_if_longer(_size_of_all(answer))
+                        return  # There is nothing more.
+                    if not answer.is_success:
+                        await answer.aread()
+                        raise_if_refused(answer)
+                    # Some proxies know no ranges, and send the file from its beginning.
+                    is_part = answer.status_code == HTTPStatus.PARTIAL_CONTENT
+                    skipped_bytes = 0 if is_part else file.size_bytes
+                    begins_at = file.size_bytes - skipped_bytes
+                    content = _Noted(answer.aiter_bytes(), self._noting(outage), begins_at)
+                    async for chunk in content:
+                        await file.append(chunk[skipped_bytes:])
+                        skipped_bytes = max(0, skipped_bytes - len(chunk))
+                    file.raise_if_longer(content.position_bytes)
 
-        async def attempt(outage: Outage) -> None:
-            nonlocal size_bytes
-            # A range counts bytes of the file, not of a compressed answer.
-            wanted = {"range": f"bytes={size_bytes}-", "accept-encoding": "identity"}
-            url = f"/v1/files/{file_id}/content"
-            async with self._http.stream("GET", url, headers=wanted) as answer:
-                if answer.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                    _raise_if_longer(path, size_bytes, _size_of_all(answer))
-                    return  # There is nothing more.
-                if not answer.is_success:
-                    await answer.aread()
-                    raise_if_refused(answer)
-                # Some proxies know no ranges, and send the file from its beginning.
-                is_part = answer.status_code == HTTPStatus.PARTIAL_CONTENT
-                begins_at = size_bytes if is_part else 0
-                content = _Noted(answer.aiter_bytes(), self._noting(outage), begins_at)
-                async for piece in _pieces(content, size_bytes - begins_at):
-                    await to_its_end(asyncio.to_thread(append, fd, piece, size_bytes))
-                    size_bytes += len(piece)
-                _raise_if_longer(path, size_bytes, content.position_bytes)
+            await self._retried(attempt, file.size_bytes)
 
-        await self._retried(attempt, size_bytes)
-        return size_bytes
+    async def wait(self, seconds: float) -> None:
+        """See ``Batches``."""
+        await asyncio.sleep(seconds)
+
+    async def stop(self) -> None:
+        """See ``Batches``: the server goes on."""
 
 
 class _Noted(httpx.AsyncByteStream):
@@ -249,28 +233,6 @@ class _Noted(httpx.AsyncByteStream):
             self._note(self.position_bytes)
 
 
-async def _pieces(content: AsyncIterable[bytes], skipped_bytes: int) -> AsyncGenerator[bytes]:
-    """Yield ``content`` behind its first ``skipped_bytes``, in large pieces.
-
-    Raises:
-        httpx.TransportError: the connection broke; what had come has been yielded.
-    """
-    piece = bytearray()
-    try:
-        async for chunk in content:
-            piece += chunk[skipped_bytes:]
-            skipped_bytes = max(0, skipped_bytes - len(chunk))
-            if len(piece) >= _PIECE_BYTES:
-                yield bytes(piece)
-                piece.clear()
-    except httpx.TransportError:
-        if piece:
-            yield bytes(piece)
-        raise
-    if piece:
-        yield bytes(piece)
-
-
 def batch_of(answer: Any) -> Batch:
     """Return the batch in an answer, with a default for what a server of another version lacks.
 
@@ -287,15 +249,6 @@ def batch_of(answer: Any) -> Batch:
     faults = [_FAULT | fault for fault in errors.get("data") or ()]
     filled["errors"] = {**errors, "data": faults} if faults else None
     return filled
-
-
-def _raise_if_longer(path: Path, size_bytes: int, whole_bytes: int | None) -> None:
-    """Raise if ``path`` has more than there is: then it was made from something else."""
-    if whole_bytes is not None and size_bytes > whole_bytes:
-        raise ServerError(
-            f"{path} has {size_bytes:,} bytes, and the server's file only {whole_bytes:,}:"
-            " another server, or an older state of it; choose another output"
-        )
 
 
 def _size_of_all(answer: httpx.Response) -> int | None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from array import array
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from sglang_coserve.durable_files import lock_file, unlock_file
-from sglang_coserve.errors import InputFileError, StorageError
-from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, read_lines
-from sglang_coserve.lines.result_log import ResultLog
+from sglang_coserve.durable_files import (
+    MAX_UNSYNCED_BYTES,
+    append,
+    lock_file,
+    sync_names,
+    unlock_file,
+)
+from sglang_coserve.errors import InputFileError, ServerError
+from sglang_coserve.jsonl.lines import UTF16_BOMS
+from sglang_coserve.lines.background import to_its_end
 from sglang_coserve.lines.result_record import (
     RECORD_START,
     error_message,
@@ -24,7 +30,9 @@ from sglang_coserve.lines.result_record import (
     usage_of,
 )
 
-_READ_BYTES = 1 << 20
+_READ_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 1 << 20
+"""So much of a file is written and synced at once."""
 
 
 def errors_path(output: Path) -> Path:
@@ -93,128 +101,94 @@ def _check_alone(output: Path) -> None:
         )
 
 
-@contextmanager
-def file_errors() -> Generator[None]:
-    """Raise InputFileError for StorageError: here the files are the user's."""
-    try:
-        yield
-    except StorageError as error:
-        raise InputFileError(str(error)) from error
+class GrowingFile:
+    """A file that bytes are appended to, forced to the disk in pieces."""
 
+    def __init__(self, path: Path, fd: int) -> None:
+        """Made by ``growing``."""
+        self._path = path
+        self._fd = fd
+        self._unwritten = bytearray()
+        self.size_bytes = os.fstat(fd).st_size
+        """With what is still to be written."""
 
-class FinishedLines:
-    """Line number to digest, in 8 bytes per line up to the last finished one."""
+    async def append(self, content: bytes) -> None:
+        """Append ``content``; it is on the disk when the context of the file has ended."""
+        self._unwritten += content
+        self.size_bytes += len(content)
+        if len(self._unwritten) >= _PIECE_BYTES:
+            await self.flush()
 
-    def __init__(self) -> None:
-        # Indexed by line number; 0 is "no record", which no digest ever is.
-        self._digests = array("Q")
-        self.size_bytes = 0
-        """Bytes of the lines that ``check_unchanged`` found unchanged."""
+    async def flush(self) -> None:
+        """Write what is not yet on the disk; on an OSError that is given up."""
+        piece, self._unwritten = bytes(self._unwritten), bytearray()
+        if piece:
+            written_bytes = self.size_bytes - len(piece)
+            await to_its_end(asyncio.to_thread(append, self._fd, piece, written_bytes))
 
-    def __contains__(self, line: int) -> bool:
-        return line < len(self._digests) and self._digests[line] != 0
-
-    def add(self, digest: int, line: int) -> bool:
-        """Note that ``line`` is finished; return False when it already was. O(1) amortized."""
-        if line in self:
-            return False
-        if line >= len(self._digests):
-            self._digests.frombytes(bytes(8 * (line + 1 - len(self._digests))))
-        self._digests[line] = digest
-        return True
-
-    def check_unchanged(self, lines: Iterable[FileLine]) -> None:
-        """Compare the finished lines with the input.
-
-        Lines that are not finished may change, and lines may be added at the
-        end: neither makes a record wrong.
+    def raise_if_longer(self, whole_bytes: int | None) -> None:
+        """Raise if the file has more than there is: then it was made from something else.
 
         Raises:
-            InputFileError: a finished line is gone or says something else.
+            ServerError: it has.
         """
-        last = len(self._digests) - 1
-        number = 0
-        if last >= 1:
-            for line in lines:
-                number = line.number
-                if number in self:
-                    if self._digests[number] != line.digest:
-                        raise InputFileError(
-                            f"line {number} of the input has changed since its result was written"
-                        )
-                    self.size_bytes += line.size_bytes
-                if number == last:
-                    return
-            raise InputFileError(
-                f"there is a result for line {last}, but the input ends at line {number}"
+        if whole_bytes is not None and self.size_bytes > whole_bytes:
+            raise ServerError(
+                f"{self._path} has {self.size_bytes:,} bytes, and the batch's file only"
+                f" {whole_bytes:,}: another server, or an older state of it; choose another output"
             )
 
 
-class ResultFiles:
-    """What a run has written; a later run needs nothing else. The records say which lines are
-    finished: the tag of each is its line's digest.
+@asynccontextmanager
+async def growing(path: Path) -> AsyncGenerator[GrowingFile]:
+    """Open a file, which is made if need be, to append to it.
+
+    Raises:
+        InputFileError: it cannot be written.
     """
-
-    def __init__(self, output: Path) -> None:
-        self.log = ResultLog(output, errors_path(output), mode=0o666)
-        self.finished = FinishedLines()
-        self._lock = ExitStack()
-
-    def open(self, source: Path, max_line_bytes: int, *, retry_failed: bool = False) -> None:
-        """Lock the files and find out which lines of ``source`` are finished.
-
-        Reads everything that was written and, when that is something, the
-        input: call it in a thread. With ``retry_failed`` the error records are
-        dropped, so their lines are unfinished again. Until every check has
-        passed nothing is changed.
-
-        Raises:
-            InputFileError: the files are in use, are not ours, or were made
-                from another input; see ``ResultLog`` and ``FinishedLines``.
-        """
-        output = self.log.output
-        for path in (output, self.log.errors):
-            if path.exists() and path.samefile(source):
-                raise InputFileError(f"{path} would overwrite the input: choose another output")
-        self._lock.enter_context(locked(output))
-        # A line has at least one byte: a number beyond that is from another file,
-        # and must not size an array.
-        last_possible = source.stat().st_size
-        failed = FinishedLines() if retry_failed else self.finished
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            with file_errors():
-                self.log.scan(
-                    partial(_add, self.finished, last_possible),
-                    add_failed=partial(_add, failed, last_possible),
-                )
-                with open_input(source) as file:
-                    self.finished.check_unchanged(
-                        read_lines(file, max_line_bytes, with_digest=True)
+            file = GrowingFile(path, fd)
+            is_new = not file.size_bytes
+            try:
+                yield file
+            finally:
+                await file.flush()
+        finally:
+            os.close(fd)
+        if is_new and file.size_bytes:
+            await asyncio.to_thread(sync_names, path.parent)
+    except OSError as error:
+        raise InputFileError(f"cannot write {path}: {error.strerror}") from error
+
+
+def cut_unsynced(batch_id: str, output: Path) -> None:
+    """Cut off what a crash may have damaged at the ends of ``output`` and its error file. Blocks.
+
+    These bytes, 4 MiB of each file at the most, are fetched again.
+
+    Raises:
+        InputFileError: a file cannot be used, or holds something else than results of the batch.
+    """
+    start = RECORD_START + batch_id.removeprefix("batch_").encode() + b"_"
+    for path in (output, errors_path(output)):
+        try:
+            with path.open("r+b") as file:
+                found = file.read(len(start))
+                # A power failure leaves zeros where bytes were not synced.
+                if any(byte not in (0, ours) for byte, ours in zip(found, start, strict=False)):
+                    raise InputFileError(
+                        f"{path} holds something else than results of {batch_id}: choose another"
+                        " output, or move this file away"
                     )
-                if retry_failed:
-                    self.log.drop_errors()
-                self.log.cut()
-        except InputFileError as error:
-            self.close()
-            raise InputFileError(
-                f"{output} cannot be continued from {source}: {error};"
-                " choose another output, or move this one away"
-            ) from error
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Unlock the files for other clients."""
-        self._lock.close()
-
-
-def _add(finished: FinishedLines, last_possible: int, digest: int, line: int) -> bool | None:
-    if digest >= 1 << 64:
-        return None  # A record of a server's batch.
-    if line > last_possible:
-        raise InputFileError(f"there is a result for line {line}, which the input does not have")
-    return finished.add(digest, line)
+                size_bytes = file.seek(0, os.SEEK_END)
+                file.truncate(max(0, size_bytes - MAX_UNSYNCED_BYTES))
+            sync_names(path.parent)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InputFileError(f"cannot write {path}: {error.strerror}") from error
 
 
 _READ_RECORDS: Final = 256

@@ -34,7 +34,7 @@ class JobState(Enum):
 class JobStatus:
     """A moment in the life of a job.
 
-    ``ok`` and ``failed`` count the records in the files, those of earlier runs
+    ``ok`` and ``failed`` count the records of the batch, those of earlier runs
     included. Tokens and seconds are of this run only.
     """
 
@@ -43,10 +43,10 @@ class JobStatus:
     failed: int
 
     resumed: int
-    """Records, of ``ok`` and ``failed``, that an earlier run had written."""
+    """Records, of ``ok`` and ``failed``, that the batch had when this run began."""
 
     done_bytes: int
-    """Bytes of the input whose lines are finished or blank."""
+    """Bytes of the input whose lines are finished, if all lines have the same length."""
 
     total_bytes: int
     """Size of the input."""
@@ -59,13 +59,16 @@ class JobStatus:
     """Why lines are being retried; None while the server answers."""
 
     batch_id: str | None = None
-    """The batch that the server runs; None when it is sent line by line."""
+    """None before there is one."""
 
     batch_state: str | None = None
-    """The server's status of the batch."""
+    """The status of the batch."""
+
+    is_local: bool = False
+    """Whether the client keeps the batch, which stands still while no job runs."""
 
     eta_s: float | None = None
-    """When the server expects the batch to be complete, in seconds since the epoch."""
+    """When the batch is expected to be complete, in seconds since the epoch."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -121,15 +124,9 @@ def _one_line(text: str) -> str:
 
 
 def _description(status: JobStatus) -> str:
+    parts = [f"{status.ok} ok, {status.failed} failed"]
     if status.batch_id:
-        return _describe_batch(status)
-    if status.trouble:
-        return f"{status.ok} ok, {status.failed} failed; retrying: {status.trouble[:80]}"
-    return f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"
-
-
-def _describe_batch(status: JobStatus) -> str:
-    parts = [f"{status.batch_id} {status.batch_state}: {status.ok} ok, {status.failed} failed"]
+        parts = [f"{status.batch_id} {status.batch_state}: {parts[0]}"]
     if status.eta_s is not None:
         at = datetime.fromtimestamp(status.eta_s).astimezone()
         parts.append(f"expected at {at:%Y-%m-%d %H:%M:%S}")

@@ -17,10 +17,9 @@ from sglang_coserve.client.async_client import (
     AsyncCoserveClient,
     AsyncJob,
 )
-from sglang_coserve.client.local_batch import ClientOptions
+from sglang_coserve.client.options import BatchOptions, ClientOptions
 from sglang_coserve.client.output_files import BatchResult, ResultStream
 from sglang_coserve.client.progress import JobStatus
-from sglang_coserve.client.server_batch import BatchOptions
 
 _T = TypeVar("_T")
 
@@ -79,7 +78,6 @@ class CoserveClient:
         source: str | Path,
         output: str | Path,
         *,
-        retry_failed: bool = False,
         batch_options: BatchOptions | None = None,
         use_batch: bool | None = None,
     ) -> Job:
@@ -88,7 +86,6 @@ class CoserveClient:
             self._client.submit_jsonl,
             source,
             output,
-            retry_failed=retry_failed,
             batch_options=batch_options,
             use_batch=use_batch,
         )
