@@ -1,4 +1,4 @@
-"""A whole batch that the client keeps, with everything that goes wrong between it and the server."""
+"""A whole batch that the client keeps, with everything that goes wrong on the way."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ from http_lines.live_engine import LiveEngine
 from sglang_coserve.cli.batches import _details, batch_row
 from sglang_coserve.client import JobState
 from sglang_coserve.client.batch_api import batch_of
+from sglang_coserve.client.batch_job import batch_status, check_outcome
 from sglang_coserve.client.output_files import decode_record
-from sglang_coserve.client.server_batch import Submission, batch_status, check_outcome
+from sglang_coserve.client.submission import Submission
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.fleet.engine import EngineState
 from sglang_coserve.fleet.report import Bill, OnlineUsers
@@ -82,7 +83,7 @@ CASES = {
         OnlineUsers("ok", "Fine.", 5, Bill(5, 34.0, 31.0, 3.0)), message(OnlineUsers)
     ),
     "a submission": Case(
-        Submission("digest", "key", "file", "batch"),
+        Submission("digest", "key", "file", "batch", True, {"id": "batch"}),
         lambda content: msgspec.json.decode(content, type=Submission),
     ),
 }
