@@ -155,6 +155,7 @@ def test_addresses_that_are_none(base_url: str) -> None:
 
 
 def test_a_name_and_a_password_are_sent_and_not_shown(source: Path, output: Path) -> None:
+    write_lines(source, [line("a")])
     with web_server(lambda call: call.answer(307)) as server:
         url = server.url.replace("//", "//me:p%40ss@")
         with CoserveClient(url, options=IMPATIENT) as client:

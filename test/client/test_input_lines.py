@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.client.output_files import open_input
 from sglang_coserve.jsonl.lines import FileLine, read_lines
 
 
 def read(path: Path, max_line_bytes: int = 1000) -> list[FileLine]:
-    with open_input(path) as file:
+    with path.open("rb") as file:
         return list(read_lines(file, max_line_bytes))
 
 

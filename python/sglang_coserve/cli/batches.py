@@ -174,7 +174,7 @@ def delete(
 
 
 async def _files_of(api: BatchApi, named: str) -> list[str]:
-    from sglang_coserve.client.batches import FINAL_STATUSES
+    from sglang_coserve.client.batch_api import FINAL_STATUSES
 
     if not named.startswith("batch_"):
         return [named]
@@ -205,7 +205,7 @@ def results(
 
     Exits with 0 when the batch is complete and every line has a result, else with 1.
     """
-    from sglang_coserve.client.batch_job import fetch_results
+    from sglang_coserve.client.job import fetch_results
     from sglang_coserve.client.output_files import cut_unsynced, locked
 
     async def fetch(api: BatchApi) -> bool:

@@ -151,7 +151,7 @@ async def _leave(
     api: BatchApi, source: Path, batch_options: BatchOptions, flags: SubmitFlags
 ) -> int:
     """Begin a batch, whose results stay with the server."""
-    from sglang_coserve.client.batch_job import begin_batch
+    from sglang_coserve.client.job import begin_batch
     from sglang_coserve.client.submission import Submission
 
     if flags.no_batch or not await _shown(api, api.is_on(), quiet=flags.quiet):
@@ -202,7 +202,7 @@ def _summary(job: AsyncJob, error: CoserveError | None) -> dict[str, Any]:
 
 
 def _describe(job: AsyncJob) -> str:
-    from sglang_coserve.client.batches import FINAL_STATUSES
+    from sglang_coserve.client.batch_api import FINAL_STATUSES
 
     status = job.status
     tokens = status.prompt_tokens + status.completion_tokens

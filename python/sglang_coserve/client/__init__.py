@@ -6,9 +6,9 @@ as one that the client keeps itself. They continue where an earlier run stopped.
 ``coserve submit`` is the same thing from a shell.
 """
 
-from sglang_coserve.client.async_client import AsyncCoserveClient, AsyncJob
-from sglang_coserve.client.batch_api import BatchApi
-from sglang_coserve.client.batches import Batch
+from sglang_coserve.client.async_client import AsyncCoserveClient
+from sglang_coserve.client.batch_api import Batch, BatchApi
+from sglang_coserve.client.job import AsyncJob
 from sglang_coserve.client.options import BatchOptions, ClientOptions
 from sglang_coserve.client.output_files import BatchResult, LineError, Response, read_results
 from sglang_coserve.client.progress import JobState, JobStatus

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Self
 
 from sglang_coserve.client.batch_api import BatchApi
-from sglang_coserve.client.batch_job import BatchJob
-from sglang_coserve.client.batches import Batches
+from sglang_coserve.client.job import AsyncJob
 from sglang_coserve.client.options import BatchOptions, ClientOptions
-from sglang_coserve.client.output_files import BatchResult, ResultStream, errors_path, open_input
-from sglang_coserve.client.progress import JobState, JobStatus, showing
+from sglang_coserve.client.output_files import BatchResult, ResultStream, check_files
 from sglang_coserve.client.submission import data_directory, read_submission
 from sglang_coserve.errors import ServerError
 
@@ -21,69 +19,6 @@ DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 
 POLL_S = 0.2
 """From one look for new results to the next."""
-
-
-class AsyncJob:
-    """A submitted file. It runs on its own, whether or not anybody waits for it."""
-
-    def __init__(self, run: BatchJob, output: Path) -> None:
-        self.output = output
-        """Where results go, in OpenAI's batch output format."""
-
-        self.errors = errors_path(output)
-        """Where failed lines go; not there when no line failed."""
-
-        self._run = run
-        self._task = asyncio.create_task(run.run())
-
-    @property
-    def is_running(self) -> bool:
-        """True until the job has ended and its files are closed."""
-        return not self._task.done()
-
-    @property
-    def status(self) -> JobStatus:
-        """The progress of the job."""
-        return self._run.status(self._state())
-
-    async def wait(self, *, progress: bool = False) -> JobStatus:
-        """Wait for the end, completed or cancelled, and return the final status.
-
-        Cancelling the wait does not cancel the job.
-
-        Raises:
-            ServerGoneError: the server answered nothing for ``retry_for_s``.
-            ServerError: the server refuses the API key.
-            InputFileError: a result could not be written.
-        """
-        await (showing(self.ended(), lambda: self.status) if progress else self.ended())
-        return self.outcome()
-
-    def outcome(self) -> JobStatus:
-        """Return the final status of a job that has ended; raises as ``wait`` does."""
-        if not self._task.cancelled():
-            self._task.result()
-        return self.status
-
-    async def ended(self, timeout_s: float | None = None) -> None:
-        """Wait until the job has ended in any way, or for ``timeout_s``."""
-        await asyncio.wait({self._task}, timeout=timeout_s)
-
-    def cancel(self) -> None:
-        """Stop the job; lines that are not finished are left for the next submission.
-
-        A batch that the server keeps goes on there: ``batches.cancel`` ends it.
-        """
-        # Only once: the first cancellation lets it write the answers that it has.
-        if not self._task.cancelling():
-            self._task.cancel()
-
-    def _state(self) -> JobState:
-        if not self._task.done():
-            return JobState.RUNNING
-        if self._task.cancelled():
-            return JobState.CANCELLED
-        return JobState.FAILED if self._task.exception() else JobState.COMPLETED
 
 
 class AsyncCoserveClient:
@@ -131,11 +66,10 @@ class AsyncCoserveClient:
             ServerGoneError: it could not be asked for ``retry_for_s``.
         """
         source, output = Path(source), Path(output)
-        open_input(source).close()  # Before a server is waited for.
+        check_files(source, output)  # Before a server is waited for.
         is_local = await self._is_local(output, use_batch)
-        batches = self._local_batches(output) if is_local else nullcontext(self.batches)
-        run = BatchJob(source, output, batches, batch_options or BatchOptions(), is_local=is_local)
-        job = AsyncJob(run, output)
+        opened = self._local_batches(output) if is_local else nullcontext(self.batches)
+        job = AsyncJob(source, output, opened, batch_options or BatchOptions(), is_local=is_local)
         self._jobs = [*(each for each in self._jobs if each.is_running), job]
         # A task that is cancelled before its first step would never close its files.
         await asyncio.sleep(0)
@@ -156,8 +90,8 @@ class AsyncCoserveClient:
             )
         return not is_on
 
-    def _local_batches(self, output: Path) -> AbstractAsyncContextManager[Batches]:
-        # They load aiohttp and the batch service, without which other commands begin sooner.
+    def _local_batches(self, output: Path) -> AbstractAsyncContextManager[BatchApi]:
+        # They load aiohttp, FastAPI and more, without which other commands begin sooner.
         from sglang_coserve.client.line_server import LineServer
         from sglang_coserve.client.local_batches import open_local_batches
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Generator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import msgspec
 
-from sglang_coserve.durable_files import (
-    MAX_UNSYNCED_BYTES,
-    append,
-    lock_file,
-    sync_names,
-    unlock_file,
-)
-from sglang_coserve.errors import InputFileError, ServerError
+from sglang_coserve.durable_files import MAX_UNSYNCED_BYTES, lock_file, sync_names, unlock_file
+from sglang_coserve.errors import InputFileError
 from sglang_coserve.jsonl.lines import UTF16_BOMS
-from sglang_coserve.lines.background import to_its_end
 from sglang_coserve.lines.result_record import (
     RECORD_START,
     error_message,
@@ -30,34 +22,32 @@ from sglang_coserve.lines.result_record import (
     usage_of,
 )
 
-_READ_BYTES: Final = 1 << 20
-_PIECE_BYTES: Final = 1 << 20
-"""So much of a file is written and synced at once."""
-
 
 def errors_path(output: Path) -> Path:
     """Return where the failed lines of ``output`` go: ``a.jsonl`` → ``a.errors.jsonl``."""
     return output.with_name(output.name.removesuffix(".jsonl") + ".errors.jsonl")
 
 
-def open_input(path: Path) -> BinaryIO:
-    """Open a batch file for reading.
+def check_files(source: Path, output: Path) -> None:
+    """Check what can be known of an input and an output before a server is called.
 
     Raises:
-        InputFileError: it cannot be read, is not a regular file (a resumed run
-            reads it again, so a pipe will not do), or is UTF-16.
+        InputFileError: the input cannot be read, or is UTF-16; a file is not a regular one; the
+            output would overwrite the input.
     """
-    if path.exists() and not path.is_file():
-        raise InputFileError(f"{path} is not a regular file: save the lines to a file first")
     try:
-        file = path.open("rb", buffering=_READ_BYTES)
+        if source.exists() and not source.is_file():
+            raise InputFileError(f"{source} is not a regular file: save the lines to a file first")
+        with source.open("rb") as file:
+            if file.read(2) in UTF16_BOMS:
+                raise InputFileError(f"{source} is UTF-16: save it as UTF-8")
+        for path in (output, errors_path(output)):
+            if path.exists() and not path.is_file():
+                raise InputFileError(f"{path} is not a regular file: choose another output")
+            if path.exists() and path.samefile(source):
+                raise InputFileError(f"{path} would overwrite the input: choose another output")
     except OSError as error:
-        raise InputFileError(f"cannot read {path}: {error.strerror}") from error
-    if file.read(2) in UTF16_BOMS:
-        file.close()
-        raise InputFileError(f"{path} is UTF-16: save it as UTF-8")
-    file.seek(0)
-    return file
+        raise InputFileError(f"cannot read {source}: {error.strerror}") from error
 
 
 @contextmanager
@@ -67,8 +57,6 @@ def locked(output: Path) -> Generator[None]:
     Raises:
         InputFileError: another client has it, or it cannot be written.
     """
-    if output.exists() and not output.is_file():
-        raise InputFileError(f"{output} is not a regular file: choose another output")
     try:
         lock = lock_file(output, 0o666)
     except BlockingIOError as error:
@@ -99,68 +87,6 @@ def _check_alone(output: Path) -> None:
             f"failed lines of {output} and of {twin} would go to the same file,"
             f" {errors_path(output)}: choose another output"
         )
-
-
-class GrowingFile:
-    """A file that bytes are appended to, forced to the disk in pieces."""
-
-    def __init__(self, path: Path, fd: int) -> None:
-        """Made by ``growing``."""
-        self._path = path
-        self._fd = fd
-        self._unwritten = bytearray()
-        self.size_bytes = os.fstat(fd).st_size
-        """With what is still to be written."""
-
-    async def append(self, content: bytes) -> None:
-        """Append ``content``; it is on the disk when the context of the file has ended."""
-        self._unwritten += content
-        self.size_bytes += len(content)
-        if len(self._unwritten) >= _PIECE_BYTES:
-            await self.flush()
-
-    async def flush(self) -> None:
-        """Write what is not yet on the disk; on an OSError that is given up."""
-        piece, self._unwritten = bytes(self._unwritten), bytearray()
-        if piece:
-            written_bytes = self.size_bytes - len(piece)
-            await to_its_end(asyncio.to_thread(append, self._fd, piece, written_bytes))
-
-    def raise_if_longer(self, whole_bytes: int | None) -> None:
-        """Raise if the file has more than there is: then it was made from something else.
-
-        Raises:
-            ServerError: it has.
-        """
-        if whole_bytes is not None and self.size_bytes > whole_bytes:
-            raise ServerError(
-                f"{self._path} has {self.size_bytes:,} bytes, and the batch's file only"
-                f" {whole_bytes:,}: another server, or an older state of it; choose another output"
-            )
-
-
-@asynccontextmanager
-async def growing(path: Path) -> AsyncGenerator[GrowingFile]:
-    """Open a file, which is made if need be, to append to it.
-
-    Raises:
-        InputFileError: it cannot be written.
-    """
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            file = GrowingFile(path, fd)
-            is_new = not file.size_bytes
-            try:
-                yield file
-            finally:
-                await file.flush()
-        finally:
-            os.close(fd)
-        if is_new and file.size_bytes:
-            await asyncio.to_thread(sync_names, path.parent)
-    except OSError as error:
-        raise InputFileError(f"cannot write {path}: {error.strerror}") from error
 
 
 def cut_unsynced(batch_id: str, output: Path) -> None:

@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
 
 import msgspec
 
-from sglang_coserve.client.batches import Batch
+from sglang_coserve.client.batch_api import Batch
 from sglang_coserve.client.output_files import errors_path, locked
 from sglang_coserve.durable_files import replace as replace_file
 from sglang_coserve.errors import ConfigError, InputFileError
@@ -36,7 +36,7 @@ class Submission:
     is_local: bool = False
     """Whether the client keeps the batch; else the server does."""
 
-    ended: dict[str, Any] | None = None
+    ended: Batch | None = None
     """The batch at its end, once all its results are in the output."""
 
     @classmethod

@@ -11,12 +11,8 @@ from typing import Any, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
-from sglang_coserve.client.async_client import (
-    DEFAULT_BASE_URL,
-    POLL_S,
-    AsyncCoserveClient,
-    AsyncJob,
-)
+from sglang_coserve.client.async_client import DEFAULT_BASE_URL, POLL_S, AsyncCoserveClient
+from sglang_coserve.client.job import AsyncJob
 from sglang_coserve.client.options import BatchOptions, ClientOptions
 from sglang_coserve.client.output_files import BatchResult, ResultStream
 from sglang_coserve.client.progress import JobStatus
