@@ -35,8 +35,6 @@ _FIRST_POLL_S: Final = 0.05
 _MAX_POLL_S: Final = 2.0
 _MAX_SHOWN_FAULTS: Final = 5
 _DEFAULT_ENDPOINT: Final = "/v1/chat/completions"
-_ENDPOINT_CHARS: Final = 64
-"""As much of a url as a batch can be created with."""
 
 
 class AsyncJob:
@@ -276,7 +274,7 @@ def _input_endpoint(source: Path) -> str:
         with source.open("rb") as file:
             for line in read_lines(file, 1 << 26):
                 if line.content is None or line.content.strip():
-                    return str(json.loads(line.content or b"{}")["url"])[:_ENDPOINT_CHARS]
+                    return str(json.loads(line.content or b"{}")["url"])
     except OSError as error:
         raise InputFileError(f"cannot read {source}: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -297,12 +295,9 @@ def check_outcome(batch: Batch, source: Path | str) -> None:
             f"  line {fault['line']}: {fault['message']}" if fault["line"] else fault["message"]
             for fault in faults[:_MAX_SHOWN_FAULTS]
         ]
-        more = (
-            [f"  and {len(faults) - _MAX_SHOWN_FAULTS} more"]
-            if len(faults) > _MAX_SHOWN_FAULTS
-            else []
-        )
-        raise InputFileError("\n".join([f"{source} is refused:", *shown, *more]))
+        if len(faults) > _MAX_SHOWN_FAULTS:
+            shown.append(f"  and {len(faults) - _MAX_SHOWN_FAULTS} more")
+        raise InputFileError("\n".join([f"{source} is refused:", *shown]))
     if batch["status"] == "cancelled":
         raise ServerError(
             f"{batch['id']} was cancelled; what it had finished is here. To begin anew, choose"
