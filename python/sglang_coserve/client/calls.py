@@ -105,7 +105,7 @@ class Outage:
             hint = "is the server there, and with https?" if has_tls else "is the server there?"
             raise ServerGoneError(
                 f"nothing new has come from {self._server} for {policy.retry_for_s:g} s ({reason}):"
-                f" {hint} --base-url says which. Batches that it has go on"
+                f" {hint} --base-url says which"
             )
         self._failures += 1
         pause_s = backoff_s(self._failures, policy.first_delay_s, policy.max_delay_s, self._rng)

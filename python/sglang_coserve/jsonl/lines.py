@@ -78,11 +78,9 @@ def _without_ending(piece: bytes) -> bytes:
 def _scratch_database(schema: str, *, in_memory: bool = False) -> sqlite3.Connection:
     """Return a database within a transaction, in SQLite's temporary folder or in memory.
 
-    It is gone when it is closed. Each of its tables and sorts has a cache of 16 MiB. One user at a
-    time, in any thread.
+    It is gone when it is closed. Each of its tables and sorts has a cache of 16 MiB.
     """
-    path = ":memory:" if in_memory else ""
-    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    database = sqlite3.connect(":memory:" if in_memory else "", isolation_level=None)
     for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -16384"):
         database.execute(f"PRAGMA {setting}")
     database.execute(schema)
@@ -101,7 +99,6 @@ class SeenIds:
 
     def __init__(self, *, in_memory: bool = False) -> None:
         """Start empty."""
-        # Whoever stops a reader closes this, in another thread.
         schema = "CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID"
         self._db = _scratch_database(schema, in_memory=in_memory)
 
@@ -119,10 +116,6 @@ class SeenIds:
                 f"the ids of the lines cannot be kept: {error}; set SQLITE_TMPDIR to a folder with"
                 " room"
             ) from error
-
-    def close(self) -> None:
-        """Drop the set and its temporary file."""
-        self._db.close()
 
 
 SCRATCH_BYTES: Final = 300
