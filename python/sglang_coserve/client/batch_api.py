@@ -249,7 +249,7 @@ class BatchApi(Caller):
         await asyncio.sleep(seconds)
 
     async def stop(self) -> None:
-        """Serve no more lines, where this process serves them; what is finished can be fetched."""
+        """Serve no more lines, where this process serves them; the finished ones can be fetched."""
 
 
 class _Noted(httpx.AsyncByteStream):

@@ -52,7 +52,7 @@ class AsyncJob:
         *,
         is_local: bool,
     ) -> None:
-        """Start it. ``opened`` is entered while the batch runs.
+        """Start the job. ``opened`` is entered while the batch runs.
 
         Raises:
             InputFileError: another client has the output.
@@ -70,7 +70,7 @@ class AsyncJob:
         self._submission = SubmissionFile(output)
         self._api: BatchApi | None = None
         self._batch: Batch | None = None
-        """As it was last looked at."""
+        """The batch at the last look."""
 
         self._first: Batch | None = None
         """The batch when this job began."""
@@ -86,7 +86,7 @@ class AsyncJob:
 
     @property
     def status(self) -> JobStatus:
-        """The progress of the batch as it was last looked at."""
+        """The progress of the batch at the last look."""
         return JobStatus.of(
             self._state(),
             self._batch,
@@ -179,7 +179,7 @@ class AsyncJob:
         return batch
 
     async def _stop(self, api: BatchApi, batch_id: str) -> None:
-        """Bring what was finished since the last look: nobody else would before the next job."""
+        """Fetch the records since the last look: nobody else would before the next job."""
         await api.stop()
         await self._look(api, batch_id)
 

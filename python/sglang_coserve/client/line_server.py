@@ -47,8 +47,8 @@ _MAX_VALUES: Final = 1_000_000
 class LineServer(Backend):
     """See ``Backend``. A server sends a line's tokens only in its answer.
 
-    The server is given up once no line has been answered for ``retry_for_s`` (``Outage``), or when
-    the server refuses the API key: ``watch`` raises why, and no line fails for that reason.
+    The server is given up when a line has failed for ``retry_for_s`` in which no line was answered,
+    or when the server refuses the API key: ``watch`` raises why, and no line ends for that reason.
 
     A line may take hours, so only connecting always has a timeout; TCP keep-alive finds out when
     the machine at the other end is gone. Neither proxy settings of the environment nor cookies are
@@ -75,8 +75,9 @@ class LineServer(Backend):
         self._options = options
         self._places = places
         self._rate = TokenRate(time.monotonic)
-        self._outage = Outage(options.retry_policy, random.Random(), server=f"{self._address}")
-        self._answers = 0
+        self._outages: dict[int, Outage] = {}
+        """Of the lines that have failed since the last answer, by their numbers."""
+
         self._reason: str | None = None
         self._error: ServerError | None = None
         self._is_given_up = asyncio.Event()
@@ -146,7 +147,7 @@ class LineServer(Backend):
             except ServerError as error:
                 self._give_up(error)
                 return LineResult.unserved("refused", str(error), FailureKind.UNAVAILABLE)
-            self._note(result, began_s, time.monotonic())
+            self._note(request.line, result, began_s, time.monotonic())
             return result
 
     async def _attempt(self, request: LineRequest) -> LineResult:
@@ -177,21 +178,23 @@ class LineServer(Backend):
             reason = f"no answer within {timeout_s:g} s"
             return LineResult.unserved("request_timeout", reason, FailureKind.TIMED_OUT)
 
-    def _note(self, result: LineResult, began_s: float, now_s: float) -> None:
+    def _note(self, line: int, result: LineResult, began_s: float, now_s: float) -> None:
         """Note whether the server was there, by what came of an attempt."""
-        is_answer = not result.is_retryable or result.kind is FailureKind.FAILED
-        # A server that held the line for so long was there.
-        was_held = now_s - began_s >= self._options.retry_policy.retry_for_s
-        if is_answer or (was_held and result.kind is FailureKind.LOST):
-            self._answers += 1
-            self._outage.reached(self._answers, now_s)
+        policy = self._options.retry_policy
+        if not result.is_retryable or result.kind is FailureKind.FAILED:
+            self._outages.clear()
             self._reason = None
             return
+        # A server that held the line for so long was there.
+        if result.kind is FailureKind.LOST and now_s - began_s >= policy.retry_for_s:
+            self._outages.pop(line, None)
+        if line not in self._outages:
+            self._outages[line] = Outage(policy, random.Random(), server=f"{self._address}")
         self._reason = error_message(result.body)
         if result.status_code:
             self._reason = f"HTTP {result.status_code}: {self._reason}"
         try:
-            self._outage.failed(self._reason, now_s)
+            self._outages[line].failed(self._reason, now_s)
         except ServerGoneError as error:
             self._give_up(error)
 
