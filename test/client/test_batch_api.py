@@ -320,6 +320,8 @@ def test_two_outputs_have_two_error_files(
     run(app, source, first)
     with pytest.raises(InputFileError, match=r"a\.errors\.jsonl: choose another"):
         run(app, source, second)
+    assert not second.exists()
+    assert run(app, source, first).ok == 20
     first.write_bytes(lines(1))  # Not a result.
     run(app, source, second)
 

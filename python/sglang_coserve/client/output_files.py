@@ -57,6 +57,7 @@ def locked(output: Path) -> Generator[None]:
     Raises:
         InputFileError: another client has it, or it cannot be written.
     """
+    _check_alone(output)  # Before the output is made, which would be in the way of its twin.
     try:
         lock = lock_file(output, 0o666)
     except BlockingIOError as error:
