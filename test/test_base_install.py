@@ -142,14 +142,17 @@ def test_a_gateway_answers(base: Path, tmp_path: Path) -> None:
         process.wait(COMMAND_S)
 
 
-def test_a_server_that_is_not_there_is_named(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--no-batch",)])
+def test_a_server_that_is_not_there_is_named(
+    base: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     lines = tmp_path / "lines.jsonl"
     lines.write_text(
         '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n'
     )
     command = ["coserve", "submit", str(lines), "-o", str(tmp_path / "results.jsonl")]
     address = ["--base-url", "http://127.0.0.1:9/v1", "--retry-for", "1"]
-    done = run(*command, *address, path=base)
+    done = run(*command, *address, *flags, path=base)
     assert done.returncode == 3
     assert "127.0.0.1:9" in done.stderr
     assert "Traceback" not in done.stderr

@@ -45,7 +45,7 @@ def power_failure(
             disk.close()
 
 
-def recover(folder: Path, committed: Progress | None) -> tuple[ResultLog, list[int]]:
+def recover(folder: Path, committed: Progress) -> tuple[ResultLog, list[int]]:
     log, found = ResultLog(folder / "output", folder / "errors"), []
 
     def add(tag: int, line: int) -> bool | None:
@@ -63,10 +63,9 @@ def recover(folder: Path, committed: Progress | None) -> tuple[ResultLog, list[i
     failing_syncs=SYNCS,
     seed=SEEDS,
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=5),
-    has_commits=st.booleans(),
 )
 def test_a_result_that_was_counted_is_never_lost_and_none_is_made_up(
-    step: int, failing_syncs: frozenset[int], seed: int, sizes: list[int], has_commits: bool
+    step: int, failing_syncs: frozenset[int], seed: int, sizes: list[int]
 ) -> None:
     with power_failure(step, failing_syncs) as (disk, left):
         counted = at_failure = Progress()
@@ -76,7 +75,7 @@ def test_a_result_that_was_counted_is_never_lost_and_none_is_made_up(
             for _ in range(8):  # As often as a driver has to try again.
                 try:
                     if log is None:
-                        log, _ = recover(disk.folder, counted if has_commits else None)
+                        log, _ = recover(disk.folder, counted)
                         counted = log.progress
                         at_failure = at_failure if disk.wreck else counted
                     lines = range(line + 1, line + size + 1)
@@ -94,14 +93,13 @@ def test_a_result_that_was_counted_is_never_lost_and_none_is_made_up(
                 except StorageError:
                     log = None
         disk.fail().leave(left, random.Random(seed))
-        for committed in (at_failure, None) if not has_commits else (at_failure,):
-            log, found = recover(left, committed)
-            assert log.progress.lines == len(found) >= at_failure.lines
-            for name in ("output", "errors"):
-                content = (left / name).read_bytes() if (left / name).exists() else b""
-                for each in content.splitlines(keepends=True):
-                    assert each in records.values()
-            assert len(set(found)) == len(found)
+        log, found = recover(left, at_failure)
+        assert log.progress.lines == len(found) >= at_failure.lines
+        for name in ("output", "errors"):
+            content = (left / name).read_bytes() if (left / name).exists() else b""
+            for each in content.splitlines(keepends=True):
+                assert each in records.values()
+        assert len(set(found)) == len(found)
 
 
 @settings(max_examples=100)

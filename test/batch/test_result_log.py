@@ -38,7 +38,7 @@ def a_log(directory: Path) -> ResultLog:
     return ResultLog(directory / "output", directory / "errors")
 
 
-def recover(log: ResultLog, committed: Progress | None, estimate_tokens: int = 0) -> list[int]:
+def recover(log: ResultLog, committed: Progress, estimate_tokens: int = 0) -> list[int]:
     """Make the files whole; return the lines that have a record."""
     finished = LineBitmap()
     log.scan(
@@ -170,14 +170,3 @@ def test_records_of_another_batch_are_cut_off(tmp_path: Path) -> None:
 )
 def test_every_api_counts_its_tokens_its_own_way(usage: object, counted: Usage) -> None:
     assert usage_of({"usage": usage}) == counted
-
-
-def test_a_damaged_record_without_zeros_is_reported_where_nothing_was_counted(
-    tmp_path: Path,
-) -> None:
-    content = record(1) + record(2).replace(b'"response":', b'"response";') + record(3)
-    (tmp_path / "output").write_bytes(content)
-    with pytest.raises(StorageError, match=r"line 2 of .* is damaged"):
-        recover(a_log(tmp_path), None)
-    assert (tmp_path / "output").read_bytes() == content
-    assert recover(a_log(tmp_path), Progress()) == [1]

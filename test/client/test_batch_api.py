@@ -28,8 +28,8 @@ from sglang_coserve.client import (
     JobStatus,
     read_results,
 )
-from sglang_coserve.client.server_batch import Submission, file_digest, submission_path
-from sglang_coserve.errors import InputFileError, RequestError, ServerError
+from sglang_coserve.client.submission import Submission, file_digest, submission_path
+from sglang_coserve.errors import ConfigError, InputFileError, RequestError, ServerError
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from waiting import eventually
 
@@ -70,6 +70,12 @@ def run(app: LiveApp, source: Path, output: Path, use_batch: bool | None = None)
     """Submit a file, and wait for its end."""
     with CoserveClient(app.base_url) as client:
         return client.submit_jsonl(source, output, use_batch=use_batch).wait()
+
+
+def forget_end(output: Path) -> None:
+    """As if the client had been killed before the last results were on the disk."""
+    stored = json.loads(submission_path(output).read_text())
+    submission_path(output).write_text(json.dumps({**stored, "ended": None}))
 
 
 def custom_ids(path: Path) -> list[str]:
@@ -116,6 +122,7 @@ def test_what_a_power_failure_leaves_of_a_download_is_cut_off_and_fetched_again(
         content[: -len(content.splitlines(keepends=True)[-1])] + bytes(80),
     ):
         output.write_bytes(damaged)
+        forget_end(output)
         run(app, source, output)
         assert output.read_bytes() == content
 
@@ -126,21 +133,21 @@ def test_a_download_whose_sync_fails_is_no_result(
     run(app, source, output)
     content = output.read_bytes()
     output.write_bytes(content[:100])
+    forget_end(output)
     sync, synced = os.fdatasync, []
 
     def fdatasync(fd: int) -> None:
         # The files of the server are below another directory.
         if Path(f"/proc/self/fd/{fd}").readlink() == output.resolve():
             synced.append(os.fstat(fd).st_size)
-            if synced[-1]:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(fd)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", fdatasync)
         with pytest.raises(InputFileError, match="Input/output error"):
             run(app, source, output)
-    assert synced == [0, len(content)]
+    assert synced == [len(content)]
     assert output.read_bytes() == b""
     run(app, source, output)
     assert output.read_bytes() == content
@@ -163,19 +170,22 @@ def test_a_malformed_input_is_told_with_its_lines_and_can_be_mended(
     assert run(app, source, output).ok == 3
 
 
-def test_line_by_line_where_it_is_wanted(app: LiveApp, source: Path, output: Path) -> None:
+def test_the_client_keeps_the_batch_where_that_is_wanted(
+    app: LiveApp, source: Path, output: Path
+) -> None:
     # The application has the batch routes alone: lines find nothing there.
     status = run(app, source, output, use_batch=False)
-    assert (status.batch_id, status.failed) == (None, 20)
-    # And it is continued like that.
-    assert run(app, source, output).resumed == 20
+    assert (status.is_local, status.failed) == (True, 20)
+    assert run(app, source, output).resumed == 20  # And it is continued like that.
+    with pytest.raises(ConfigError, match="kept by this client"):
+        run(app, source, output, use_batch=True)
 
 
 def test_a_server_that_must_have_it(source: Path, output: Path) -> None:
     with LiveApp(None) as app:
         with pytest.raises(ServerError, match="--coserve-data-dir"):
             run(app, source, output, use_batch=True)
-        assert run(app, source, output).batch_id is None
+        assert run(app, source, output).is_local
 
 
 def test_two_clients_do_not_fill_one_output(held: LiveApp, source: Path, output: Path) -> None:
@@ -310,6 +320,8 @@ def test_two_outputs_have_two_error_files(
     run(app, source, first)
     with pytest.raises(InputFileError, match=r"a\.errors\.jsonl: choose another"):
         run(app, source, second)
+    assert not second.exists()
+    assert run(app, source, first).ok == 20
     first.write_bytes(lines(1))  # Not a result.
     run(app, source, second)
 
@@ -355,7 +367,7 @@ def test_a_batch_is_left_to_the_server_and_its_results_fetched(
     output.write_text("something of mine\n")
     code, _, stderr = coserve("results", batch_id, "-o", str(output), *server)
     assert code == 2
-    assert "is not a batch result" in stderr
+    assert "something else than results of" in stderr
     code, _, stderr = coserve("cancel", batch_id, *server)
     assert code == 2
     assert "409" in stderr
@@ -372,20 +384,12 @@ def test_bad_windows_and_ids_are_usage_errors(app: LiveApp, source: Path, output
     assert "404" in stderr
 
 
-def test_what_is_for_a_batch_needs_a_batch_api(source: Path, output: Path) -> None:
+def test_without_a_batch_api_results_need_a_place(source: Path, output: Path) -> None:
     with LiveApp(None) as app:
-        server = at(app)
-        code, _, stderr = coserve("submit", str(source), *server)
+        code, _, stderr = coserve("submit", str(source), *at(app))
         assert (code, "add -o" in stderr) == (2, True)
-        for flags in (["--window", "2h"], ["--priority", "0"]):
-            code, _, stderr = submit(source, output, app.base_url, *flags)
-            assert (code, "has no Batch API" in stderr) == (3, True)
-            code, _, stderr = submit(source, output, app.base_url, "--no-batch", *flags)
-            assert (code, "sent one by one" in stderr) == (2, True)
-        assert not output.exists()
-        assert submit(source, output, app.base_url)[0] == 1  # Each line gets a 404.
-        code, _, stderr = submit(source, output, app.base_url, "--window", "2h")
-        assert (code, "sent one by one" in stderr) == (2, True)
+        code, summary = submit_json(source, output, app.base_url, "--window", "2h")
+        assert (code, summary["failed"]) == (1, 20)  # Each line gets a 404.
 
 
 @pytest.mark.parametrize("is_down", [False, True], ids=["not ready", "unreachable"])

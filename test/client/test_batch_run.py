@@ -1,9 +1,8 @@
-"""A whole batch over real sockets, with everything that goes wrong on the way."""
+"""A whole batch that the client keeps, with everything that goes wrong on the way."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from sglang_coserve.client import (
     JobStatus,
     RetryPolicy,
 )
-from sglang_coserve.errors import ServerError, ServerGoneError
+from sglang_coserve.errors import InputFileError, ServerError, ServerGoneError
 from waiting import GIVE_UP_S, until
 
 QUICK = RetryPolicy(retry_for_s=30.0, max_attempts=3, first_delay_s=0.01, max_delay_s=0.05)
@@ -48,7 +47,6 @@ def submit(
     source: Path,
     *,
     client_options: ClientOptions | None = None,
-    retry_failed: bool = False,
     meanwhile: Callable[[AsyncJob], Awaitable[None]] | None = None,
 ) -> JobStatus:
     """Run ``source`` to its end, with the output beside it."""
@@ -58,9 +56,7 @@ def submit(
             asyncio.timeout(GIVE_UP_S),
             AsyncCoserveClient(base_url, options=client_options or options()) as client,
         ):
-            job = await client.submit_jsonl(
-                source, source.with_name("out.jsonl"), retry_failed=retry_failed
-            )
+            job = await client.submit_jsonl(source, source.with_name("out.jsonl"))
             if meanwhile:
                 await meanwhile(job)
             return await job.wait()
@@ -73,7 +69,7 @@ def test_every_line_is_answered_once(server: FaultServer, source: Path, output: 
     status = submit(server.base_url, source)
     assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 200, 0)
     assert (status.prompt_tokens, status.completion_tokens) == (600, 400)
-    assert status.done_bytes == status.total_bytes == source.stat().st_size
+    assert status.total == 200
     results = results_by_line(output)
     assert {n: result.text for n, result in results.items()} == {
         n: f"id-{n}" for n in range(1, 201)
@@ -99,45 +95,33 @@ def test_the_server_never_has_more_bytes_than_allowed(server: FaultServer, sourc
     assert server.most_active == 3
 
 
-def test_bad_lines_become_records_and_the_rest_goes_on(
+def test_lines_that_cannot_be_served_become_records_and_the_rest_goes_on(
     server: FaultServer, source: Path, output: Path
 ) -> None:
     lines = [
-        line("good-1").encode(),
-        b"not json",
-        b"",
-        b'{"custom_id": "no-body", "method": "POST", "url": "/v1/completions"}',
-        line("good-1").encode(),
-        line("too-long-prompt", faults=["400"]).encode(),
-        b"\xff\xfe",
-        line("x" * 20_000).encode(),
-        line("html", faults=["html"]).encode(),
-        line("lost-model", faults=["404"]).encode(),
-        line("elsewhere").replace("/v1/", "http://elsewhere/v1/").encode(),
-        line("stream", stream=True).encode(),
-        line("no-body").encode(),
-        line("good-2").encode(),
+        line("good-1"),
+        "",
+        line("too-long-prompt", faults=["400"]),
+        line("large", prompt="x" * 20_000),
+        line("html", faults=["html"]),
+        line("lost-model", faults=["404"]),
+        line("stream", stream=True),
+        line("good-2"),
     ]
-    source.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
+    source.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     status = submit(server.base_url, source)
-    assert (status.ok, status.failed) == (2, 11)
+    assert (status.ok, status.failed) == (2, 5)
     results = results_by_line(output)
     codes = {n: each.error.code for n, each in results.items() if each.error}
     assert codes == {
-        2: "invalid_json_line",
-        4: "invalid_request",
-        5: "duplicate_custom_id",
-        6: "http_400",
-        7: "invalid_json_line",
-        8: "line_too_long",
-        9: "invalid_response",
-        10: "http_404",
-        11: "url_mismatch",
-        12: "stream_not_supported",
-        13: "duplicate_custom_id",
+        3: "http_400",
+        4: "http_413",
+        5: "invalid_response",
+        6: "http_404",
+        7: "http_400",
     }
-    assert (results[2].custom_id, results[11].custom_id) == (None, "elsewhere")
-    refused = results[6]
+    assert {n: each.custom_id for n, each in results.items()}[4] == "large"
+    refused = results[3]
     assert refused.response
     assert refused.response.status_code == 400
     assert refused.error
@@ -145,14 +129,34 @@ def test_bad_lines_become_records_and_the_rest_goes_on(
     assert len(server.bodies) == 5
 
 
-def test_exactly_the_first_line_of_each_id_is_served(
-    server: FaultServer, source: Path, output: Path
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (b"not json", "line 3: not valid JSON"),
+        (b"\xff\xfe", "line 3: not valid UTF-8"),
+        (b'{"custom_id": "x", "method": "POST", "url": "/v1/completions"}', "line 3: body is miss"),
+        (line("good-1").encode(), "line 3: an earlier line has the same custom_id"),
+        (line("x").replace("/v1/", "http://elsewhere/v1/").encode(), "line 3: url must be"),
+    ],
+)
+def test_a_malformed_line_is_told_before_anything_is_served_and_can_be_mended(
+    server: FaultServer, source: Path, output: Path, bad: bytes, says: str
 ) -> None:
-    ids = [f"id-{n}" for n in random.Random(1).choices(range(60), k=200)]
-    write_lines(source, list(map(line, ids)))
-    submit(server.base_url, source)
-    served = sorted(n for n, result in results_by_line(output).items() if result.ok)
-    assert served == sorted(ids.index(each) + 1 for each in set(ids))
+    good = line("good-1").encode() + b"\n" + line("good-2").encode() + b"\n"
+    source.write_bytes(good + bad)
+    with pytest.raises(InputFileError, match=f"in.jsonl is refused:\n *{says}"):
+        submit(server.base_url, source)
+    assert sorted(path.name for path in source.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+    source.write_bytes(good)
+    assert submit(server.base_url, source).ok == 2
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \n"])
+def test_an_empty_file_is_refused(server: FaultServer, source: Path, content: bytes) -> None:
+    source.write_bytes(content)
+    with pytest.raises(InputFileError, match="the file has no requests"):
+        submit(server.base_url, source)
 
 
 def test_bodies_are_sent_as_they_were_meant_in_the_offline_class(
@@ -255,12 +259,6 @@ def test_closing_the_client_stops_its_jobs_and_frees_the_output(
     assert job.status.state is JobState.CANCELLED
     # The first attempt of the line hung; this is its second.
     assert submit(server.base_url, source).ok == 1
-
-
-def test_an_empty_file_is_a_finished_batch(server: FaultServer, source: Path) -> None:
-    source.write_bytes(b"\n  \n")
-    status = submit(server.base_url, source)
-    assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 0, 0)
 
 
 async def test_two_jobs_share_a_client(server: FaultServer, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ IMPATIENT = ClientOptions(retry_policy=RetryPolicy(retry_for_s=0.1, first_delay_
 def source(tmp_path: Path) -> Path:
     return write_lines(
         tmp_path / "in.jsonl",
-        [line("a"), line("b", faults=["400"]), "bad", *(line(f"id-{n}") for n in range(50))],
+        [line("a"), line("b", faults=["400"]), *(line(f"id-{n}") for n in range(51))],
     )
 
 
@@ -155,6 +155,7 @@ def test_addresses_that_are_none(base_url: str) -> None:
 
 
 def test_a_name_and_a_password_are_sent_and_not_shown(source: Path, output: Path) -> None:
+    write_lines(source, [line("a")])
     with web_server(lambda call: call.answer(307)) as server:
         url = server.url.replace("//", "//me:p%40ss@")
         with CoserveClient(url, options=IMPATIENT) as client:

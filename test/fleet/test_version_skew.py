@@ -19,10 +19,11 @@ from batch.scripted_backend import ScriptedBackend, answer
 from fleet.test_backend import finish_all, fleet_of, request, spread, until
 from http_lines.live_engine import LiveEngine
 from sglang_coserve.cli.batches import _details, batch_row
-from sglang_coserve.client import JobState
+from sglang_coserve.client import JobState, JobStatus
 from sglang_coserve.client.batch_api import batch_of
+from sglang_coserve.client.job import check_outcome
 from sglang_coserve.client.output_files import decode_record
-from sglang_coserve.client.server_batch import Submission, batch_status, check_outcome
+from sglang_coserve.client.submission import Submission
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.fleet.engine import EngineState
 from sglang_coserve.fleet.report import Bill, OnlineUsers
@@ -90,7 +91,7 @@ CASES = {
         OnlineUsers("ok", "Fine.", 5, Bill(5, 34.0, 31.0, 3.0)), message(OnlineUsers)
     ),
     "a submission": Case(
-        Submission("digest", "key", "file", "batch"),
+        Submission("digest", "key", "file", "batch", True, {"id": "batch"}),
         lambda content: msgspec.json.decode(content, type=Submission),
     ),
 }
@@ -199,7 +200,7 @@ def test_a_batch_of_a_server_of_another_version_is_shown() -> None:
                 continue
             batch = batch_of(answer)
             assert batch_row(batch) in _details(batch)
-            assert batch_status(batch, JobState.RUNNING, 9, 1.0, None).batch_id == "batch_1"
+            assert JobStatus.of(JobState.RUNNING, batch, elapsed_s=1.0).batch_id == "batch_1"
             with pytest.raises(InputFileError):
                 check_outcome(batch, "the file")
 

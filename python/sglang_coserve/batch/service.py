@@ -94,6 +94,7 @@ class BatchService:
         background: TaskSupervisor | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
+        retry_policy: RetryPolicy | None = None,
     ) -> Self:
         """Open or create ``directory``, and continue its unfinished batches.
 
@@ -101,7 +102,8 @@ class BatchService:
         Without ``dies_with_engine`` this process outlives the engine's end, so that nothing is
         recorded to learn from it at the next start. ``background`` runs the service's tasks; by
         default the service has a supervisor of its own. ``rng`` makes the ids, so it must be one
-        that cannot be guessed.
+        that cannot be guessed. ``retry_policy`` is by default that of ``limits``; it must give up
+        no engine.
 
         Raises:
             StartupError: the directory cannot be used, or another server is using it.
@@ -134,7 +136,8 @@ class BatchService:
                     record_events=event_delivery is not None,
                     clock=clock,
                     rng=rng or random.SystemRandom(),
-                    retry_policy=RetryPolicy(math.inf, limits.max_attempts, max_delay_s=30.0),
+                    retry_policy=retry_policy
+                    or RetryPolicy(math.inf, limits.max_attempts, max_delay_s=30.0),
                     health=EngineHealth(),
                     flush_interval_s=limits.flush_interval_s,
                     journal_interval_s=limits.journal_interval_s,

@@ -205,13 +205,13 @@ def results(
 
     Exits with 0 when the batch is complete and every line has a result, else with 1.
     """
-    from sglang_coserve.client.output_files import locked
-    from sglang_coserve.client.server_batch import fetch_results, recover_results
+    from sglang_coserve.client.job import fetch_results
+    from sglang_coserve.client.output_files import cut_unsynced, locked
 
     async def fetch(api: BatchApi) -> bool:
         batch = await api.retrieve(batch_id)
         with locked(output):
-            await recover_results(batch_id, output)
+            await asyncio.to_thread(cut_unsynced, batch_id, output)
             await fetch_results(api, batch, output)
         say(f"{batch_row(batch)}\nresults: {output}")
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]

@@ -26,8 +26,8 @@ _T = TypeVar("_T")
 
 _READ_ERRORS: Final = 1000
 _REASON_CHARS: Final = 300
-_BATCH: Final = "As a batch"
-_LINES: Final = "Line by line"
+_BATCH: Final = "The batch"
+_LOCAL: Final = "Where the server has no Batch API"
 
 
 @dataclass(frozen=True)
@@ -46,29 +46,23 @@ class SubmitFlags(ServerFlags):
     )
     window: str | None = flag(
         None,
-        "Time in which the server is to complete the batch: 2h, 90m, 7d.",
-        show_default="24h",
+        "Time in which the batch is to be complete: 2h, 90m, 7d.",
+        show_default="24h on a server, else 366d",
         group=_BATCH,
     )
-    priority: int | None = flag(
-        None, "Batches of a higher one go first.", show_default="0", group=_BATCH
-    )
-    no_batch: bool = flag(
-        False,
-        "Send the lines one by one from here, as to a server without a Batch API.",
-        "--no-batch",
-        group=_LINES,
-    )
-    concurrency: int = flag(64, "Lines that the server has at the same time.", min=1, group=_LINES)
+    priority: int = flag(0, "Batches of a higher one go first.", group=_BATCH)
     retry_for: float = flag(300.0, "Give up when the server has answered nothing for this long, s.")
+    no_batch: bool = flag(
+        False, "Keep the batch here, also where the server could.", "--no-batch", group=_LOCAL
+    )
+    concurrency: int = flag(64, "Lines that the server has at the same time.", min=1, group=_LOCAL)
     max_attempts: int = flag(
-        5, "Give one line up after this many failures of its own.", min=1, group=_LINES
+        5, "Give one line up after this many failures of its own.", min=1, group=_LOCAL
     )
     request_timeout: float | None = flag(
-        None, "Give one attempt up after this long, s. Default: never.", group=_LINES
+        None, "Give one attempt up after this long, s. Default: never.", group=_LOCAL
     )
-    max_line_mib: int = flag(64, "A longer line is an error, MiB.", min=1, group=_LINES)
-    retry_failed: bool = flag(False, "Send the failed lines again.", "--retry-failed", group=_LINES)
+    max_line_mib: int = flag(64, "A longer line is an error, MiB.", min=1, group=_LOCAL)
     quiet: bool = flag(False, "No progress, no summary.", "--quiet", "-q")
     as_json: bool = flag(False, "The summary as one JSON object on standard output.", "--json")
 
@@ -87,10 +81,11 @@ def submit(
 ) -> None:
     """Run every request of a file in the offline class and write the results as they come.
 
-    A server with a Batch API runs them as one batch, which continues if this command ends. Exits
-    with 0 when every line has a result, 1 when some failed, 2 when a file or flag cannot be used, 3
-    when the server is gone, 130 on Ctrl-C. With --output the same command continues in every case:
-    no line is answered twice.
+    A server with a Batch API keeps them as one batch, which goes on if this command ends. For any
+    other server the batch is kept here, in OUTPUT.jsonl.coserve, until it has ended. Exits with 0
+    when every line has a result, 1 when some failed, 2 when a file or flag cannot be used, 3 when
+    the server is gone, 130 on Ctrl-C. With --output the same command continues in every case: no
+    line is answered twice.
     """
     from sglang_coserve.client import (
         AsyncCoserveClient,
@@ -107,8 +102,7 @@ def submit(
         retry_policy=RetryPolicy(retry_for_s=flags.retry_for, max_attempts=flags.max_attempts),
         max_line_bytes=flags.max_line_mib << 20,
     )
-    has_options = flags.window is not None or flags.priority is not None
-    batch_options = BatchOptions(flags.window or "24h", flags.priority or 0)
+    batch_options = BatchOptions(flags.window, flags.priority)
 
     wanted = flags.output
     if wanted and wanted.exists() and Path(source).exists() and wanted.samefile(source):
@@ -127,8 +121,7 @@ def submit(
             submitted = client.submit_jsonl(
                 source,
                 output,
-                retry_failed=flags.retry_failed,
-                batch_options=batch_options if has_options else None,
+                batch_options=batch_options,
                 use_batch=False if flags.no_batch else None,
             )
             job = await _shown(client.batches, submitted, flags.quiet)
@@ -158,13 +151,10 @@ async def _leave(
     api: BatchApi, source: Path, batch_options: BatchOptions, flags: SubmitFlags
 ) -> int:
     """Begin a batch, whose results stay with the server."""
-    from sglang_coserve.client.server_batch import Submission, begin_batch
+    from sglang_coserve.client.job import begin_batch
+    from sglang_coserve.client.submission import Submission
 
-    if (
-        flags.no_batch
-        or flags.retry_failed
-        or not await _shown(api, api.is_on(), quiet=flags.quiet)
-    ):
+    if flags.no_batch or not await _shown(api, api.is_on(), quiet=flags.quiet):
         raise ConfigError("without a Batch API of the server, results need a place: add -o FILE")
     begun = begin_batch(api, source, batch_options, Submission.new(), lambda _: None)
     batch = await _shown(api, begun, flags.quiet)
@@ -224,11 +214,10 @@ def _describe(job: AsyncJob) -> str:
         f"results: {job.output}",
     ]
     if status.failed:
-        again = "" if status.batch_id else " (--retry-failed sends these lines again)"
-        lines.append(f"errors: {job.errors}{again}")
+        lines.append(f"errors: {job.errors}")
         lines += _main_reason(job.errors)
     if status.state.value != "completed":
-        if status.batch_state not in (None, *FINAL_STATUSES):
+        if not status.is_local and status.batch_state not in (None, *FINAL_STATUSES):
             lines.append(f"the server goes on with it, unless: coserve cancel {status.batch_id}")
         if status.batch_state != "cancelled":
             lines.append("run the same command again to continue")

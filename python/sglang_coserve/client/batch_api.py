@@ -6,9 +6,10 @@ import asyncio
 import math
 import os
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 from urllib.parse import quote
 
 import httpx
@@ -51,6 +52,9 @@ FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"
 _OUTPUT_S: Final = 30 * 86_400
 """The longest that the server takes."""
 
+_RANGE_BYTES: Final = 64 << 20
+"""So much of a file is asked for at once: what runs in this process answers from memory."""
+
 _PIECE_BYTES: Final = 1 << 20
 """So much of a file is written and synced at once."""
 
@@ -61,6 +65,12 @@ class BatchApi(Caller):
     key or has no Batch API.
     """
 
+    is_local: ClassVar[bool] = False
+    """Whether batches stand still while nobody has opened them."""
+
+    default_window: ClassVar[str] = "24h"
+    """The window of a batch for which none is given."""
+
     def __init__(
         self,
         base_url: str,
@@ -69,13 +79,15 @@ class BatchApi(Caller):
         *,
         as_operator: bool = False,
         stall_s: float = 60.0,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """``as_operator``: call for batches of all keys; ``api_key`` is the admin key then.
+        ``transport`` brings calls to the server; None makes connections.
 
         An attempt has failed when no byte of it has moved for ``stall_s``. The answer to an upload
         may take ``retry_for_s``, if that is longer.
         """
-        super().__init__(base_url, api_key, policy, stall_s)
+        super().__init__(base_url, api_key, policy, stall_s, transport)
         self._batches = "/coserve/batches" if as_operator else "/v1/batches"
         # A server takes what it has not read yet in its own time, and then syncs the file.
         answer_s = max(stall_s, policy.retry_for_s)
@@ -185,8 +197,8 @@ class BatchApi(Caller):
     async def fetch(self, file_id: str, path: Path) -> None:
         """Append the bytes of a file that ``path`` lacks, and force them to the disk.
 
-        The file may still grow. What a crash can leave at the end of ``path`` must have been cut
-        off.
+        The file may still grow. What a crash can have damaged at the end of ``path`` must have
+        been cut off, by ``cut_unsynced``.
 
         Raises:
             InputFileError: ``path`` cannot be written.
@@ -196,40 +208,48 @@ class BatchApi(Caller):
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 begins_at = os.fstat(fd).st_size
-                ends_at = await self._fetch(file_id, path, fd, begins_at)
+                attempt = partial(self._fetch_part, file_id, path, fd)
+                while await self._retried(attempt, os.fstat(fd).st_size):
+                    pass
+                if os.fstat(fd).st_size and not begins_at:
+                    await asyncio.to_thread(sync_names, path.parent)
             finally:
                 os.close(fd)
-            if ends_at and not begins_at:
-                await asyncio.to_thread(sync_names, path.parent)
         except OSError as error:
             raise InputFileError(f"cannot write {path}: {error.strerror}") from error
 
-    async def _fetch(self, file_id: str, path: Path, fd: int, size_bytes: int) -> int:
-        """Return the size that the file then has; it had ``size_bytes``."""
+    async def _fetch_part(self, file_id: str, path: Path, fd: int, outage: Outage) -> bool:
+        """Append the next bytes of a file; return whether there are more."""
+        begins_at = size_bytes = os.fstat(fd).st_size
+        # A range counts bytes of the file, not of a compressed answer.
+        span = f"bytes={begins_at}-{begins_at + _RANGE_BYTES - 1}"
+        wanted = {"range": span, "accept-encoding": "identity"}
+        async with self._http.stream(
+            "GET", f"/v1/files/{file_id}/content", headers=wanted
+        ) as answer:
+            whole_bytes = _size_of_all(answer)
+            if answer.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                _raise_if_longer(path, size_bytes, whole_bytes)
+                return False
+            if not answer.is_success:
+                await answer.aread()
+                raise_if_refused(answer)
+            # Some proxies know no ranges, and send the file from its beginning.
+            is_part = answer.status_code == HTTPStatus.PARTIAL_CONTENT
+            skipped_bytes = 0 if is_part else size_bytes
+            content = _Noted(answer.aiter_bytes(), self._noting(outage), size_bytes - skipped_bytes)
+            async for piece in _pieces(content, skipped_bytes):
+                await to_its_end(asyncio.to_thread(append, fd, piece, size_bytes))
+                size_bytes += len(piece)
+            _raise_if_longer(path, size_bytes, content.position_bytes)
+        return is_part and begins_at < size_bytes < (whole_bytes or 0)
 
-        async def attempt(outage: Outage) -> None:
-            nonlocal size_bytes
-            # A range counts bytes of the file, not of a compressed answer.
-            wanted = {"range": f"bytes={size_bytes}-", "accept-encoding": "identity"}
-            url = f"/v1/files/{file_id}/content"
-            async with self._http.stream("GET", url, headers=wanted) as answer:
-                if answer.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                    _raise_if_longer(path, size_bytes, _size_of_all(answer))
-                    return  # There is nothing more.
-                if not answer.is_success:
-                    await answer.aread()
-                    raise_if_refused(answer)
-                # Some proxies know no ranges, and send the file from its beginning.
-                is_part = answer.status_code == HTTPStatus.PARTIAL_CONTENT
-                begins_at = size_bytes if is_part else 0
-                content = _Noted(answer.aiter_bytes(), self._noting(outage), begins_at)
-                async for piece in _pieces(content, size_bytes - begins_at):
-                    await to_its_end(asyncio.to_thread(append, fd, piece, size_bytes))
-                    size_bytes += len(piece)
-                _raise_if_longer(path, size_bytes, content.position_bytes)
+    async def wait(self, seconds: float) -> None:
+        """Wait until the next look at a batch."""
+        await asyncio.sleep(seconds)
 
-        await self._retried(attempt, size_bytes)
-        return size_bytes
+    async def stop(self) -> None:
+        """Serve no more lines, where this process serves them; the finished ones can be fetched."""
 
 
 class _Noted(httpx.AsyncByteStream):
@@ -289,6 +309,10 @@ def batch_of(answer: Any) -> Batch:
     return filled
 
 
+NO_BATCH: Final = batch_of({"id": None, "status": None})
+"""Stands for a batch that does not exist yet."""
+
+
 def _raise_if_longer(path: Path, size_bytes: int, whole_bytes: int | None) -> None:
     """Raise if ``path`` has more than there is: then it was made from something else."""
     if whole_bytes is not None and size_bytes > whole_bytes:
@@ -299,6 +323,6 @@ def _raise_if_longer(path: Path, size_bytes: int, whole_bytes: int | None) -> No
 
 
 def _size_of_all(answer: httpx.Response) -> int | None:
-    """Return the size of a file that a 416 (RFC 9110, 15.5.17) names; None without one."""
-    unit, _, size = answer.headers.get("content-range", "").partition("*/")
-    return int(size) if unit.strip() == "bytes" and size.isdecimal() else None
+    """Return the size of the whole file that ``Content-Range`` names (RFC 9110, 14.4), if any."""
+    unit, _, size = answer.headers.get("content-range", "").rpartition("/")
+    return int(size) if unit.startswith("bytes") and size.isdecimal() else None

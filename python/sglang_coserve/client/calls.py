@@ -105,7 +105,7 @@ class Outage:
             hint = "is the server there, and with https?" if has_tls else "is the server there?"
             raise ServerGoneError(
                 f"nothing new has come from {self._server} for {policy.retry_for_s:g} s ({reason}):"
-                f" {hint} --base-url says which. Batches that it has go on"
+                f" {hint} --base-url says which"
             )
         self._failures += 1
         pause_s = backoff_s(self._failures, policy.first_delay_s, policy.max_delay_s, self._rng)
@@ -118,7 +118,12 @@ class Caller:
     """
 
     def __init__(
-        self, base_url: str, api_key: str | None, policy: RetryPolicy, stall_s: float
+        self,
+        base_url: str,
+        api_key: str | None,
+        policy: RetryPolicy,
+        stall_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """An attempt has failed when no byte of it has moved for ``stall_s``.
 
@@ -130,7 +135,8 @@ class Caller:
             base_url=address,
             headers=headers,
             timeout=httpx.Timeout(stall_s, connect=CONNECT_TIMEOUT_S),
-            transport=httpx.AsyncHTTPTransport(
+            transport=transport
+            or httpx.AsyncHTTPTransport(
                 # The authorities of the environment count, and its proxies do not.
                 verify=httpx.create_ssl_context(),
                 trust_env=False,

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import msgspec
 
-from sglang_coserve.durable_files import lock_file, unlock_file
-from sglang_coserve.errors import InputFileError, StorageError
-from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, read_lines
-from sglang_coserve.lines.result_log import ResultLog
+from sglang_coserve.durable_files import MAX_UNSYNCED_BYTES, lock_file, sync_names, unlock_file
+from sglang_coserve.errors import InputFileError
+from sglang_coserve.jsonl.lines import UTF16_BOMS
 from sglang_coserve.lines.result_record import (
     RECORD_START,
     error_message,
@@ -24,32 +22,32 @@ from sglang_coserve.lines.result_record import (
     usage_of,
 )
 
-_READ_BYTES = 1 << 20
-
 
 def errors_path(output: Path) -> Path:
     """Return where the failed lines of ``output`` go: ``a.jsonl`` → ``a.errors.jsonl``."""
     return output.with_name(output.name.removesuffix(".jsonl") + ".errors.jsonl")
 
 
-def open_input(path: Path) -> BinaryIO:
-    """Open a batch file for reading.
+def check_files(source: Path, output: Path) -> None:
+    """Check what can be known of an input and an output before a server is called.
 
     Raises:
-        InputFileError: it cannot be read, is not a regular file (a resumed run
-            reads it again, so a pipe will not do), or is UTF-16.
+        InputFileError: the input cannot be read, or is UTF-16; a file is not a regular one; the
+            output would overwrite the input.
     """
-    if path.exists() and not path.is_file():
-        raise InputFileError(f"{path} is not a regular file: save the lines to a file first")
     try:
-        file = path.open("rb", buffering=_READ_BYTES)
+        if source.exists() and not source.is_file():
+            raise InputFileError(f"{source} is not a regular file: save the lines to a file first")
+        with source.open("rb") as file:
+            if file.read(2) in UTF16_BOMS:
+                raise InputFileError(f"{source} is UTF-16: save it as UTF-8")
+        for path in (output, errors_path(output)):
+            if path.exists() and not path.is_file():
+                raise InputFileError(f"{path} is not a regular file: choose another output")
+            if path.exists() and path.samefile(source):
+                raise InputFileError(f"{path} would overwrite the input: choose another output")
     except OSError as error:
-        raise InputFileError(f"cannot read {path}: {error.strerror}") from error
-    if file.read(2) in UTF16_BOMS:
-        file.close()
-        raise InputFileError(f"{path} is UTF-16: save it as UTF-8")
-    file.seek(0)
-    return file
+        raise InputFileError(f"cannot read {source}: {error.strerror}") from error
 
 
 @contextmanager
@@ -59,8 +57,7 @@ def locked(output: Path) -> Generator[None]:
     Raises:
         InputFileError: another client has it, or it cannot be written.
     """
-    if output.exists() and not output.is_file():
-        raise InputFileError(f"{output} is not a regular file: choose another output")
+    _check_alone(output)  # Before the output is made, which would be in the way of its twin.
     try:
         lock = lock_file(output, 0o666)
     except BlockingIOError as error:
@@ -93,128 +90,32 @@ def _check_alone(output: Path) -> None:
         )
 
 
-@contextmanager
-def file_errors() -> Generator[None]:
-    """Raise InputFileError for StorageError: here the files are the user's."""
-    try:
-        yield
-    except StorageError as error:
-        raise InputFileError(str(error)) from error
+def cut_unsynced(batch_id: str, output: Path) -> None:
+    """Cut off what a crash may have damaged at the ends of ``output`` and its error file. Blocks.
 
+    These bytes, 4 MiB of each file at the most, are fetched again.
 
-class FinishedLines:
-    """Line number to digest, in 8 bytes per line up to the last finished one."""
-
-    def __init__(self) -> None:
-        # Indexed by line number; 0 is "no record", which no digest ever is.
-        self._digests = array("Q")
-        self.size_bytes = 0
-        """Bytes of the lines that ``check_unchanged`` found unchanged."""
-
-    def __contains__(self, line: int) -> bool:
-        return line < len(self._digests) and self._digests[line] != 0
-
-    def add(self, digest: int, line: int) -> bool:
-        """Note that ``line`` is finished; return False when it already was. O(1) amortized."""
-        if line in self:
-            return False
-        if line >= len(self._digests):
-            self._digests.frombytes(bytes(8 * (line + 1 - len(self._digests))))
-        self._digests[line] = digest
-        return True
-
-    def check_unchanged(self, lines: Iterable[FileLine]) -> None:
-        """Compare the finished lines with the input.
-
-        Lines that are not finished may change, and lines may be added at the
-        end: neither makes a record wrong.
-
-        Raises:
-            InputFileError: a finished line is gone or says something else.
-        """
-        last = len(self._digests) - 1
-        number = 0
-        if last >= 1:
-            for line in lines:
-                number = line.number
-                if number in self:
-                    if self._digests[number] != line.digest:
-                        raise InputFileError(
-                            f"line {number} of the input has changed since its result was written"
-                        )
-                    self.size_bytes += line.size_bytes
-                if number == last:
-                    return
-            raise InputFileError(
-                f"there is a result for line {last}, but the input ends at line {number}"
-            )
-
-
-class ResultFiles:
-    """What a run has written; a later run needs nothing else. The records say which lines are
-    finished: the tag of each is its line's digest.
+    Raises:
+        InputFileError: a file cannot be used, or holds something else than results of the batch.
     """
-
-    def __init__(self, output: Path) -> None:
-        self.log = ResultLog(output, errors_path(output), mode=0o666)
-        self.finished = FinishedLines()
-        self._lock = ExitStack()
-
-    def open(self, source: Path, max_line_bytes: int, *, retry_failed: bool = False) -> None:
-        """Lock the files and find out which lines of ``source`` are finished.
-
-        Reads everything that was written and, when that is something, the
-        input: call it in a thread. With ``retry_failed`` the error records are
-        dropped, so their lines are unfinished again. Until every check has
-        passed nothing is changed.
-
-        Raises:
-            InputFileError: the files are in use, are not ours, or were made
-                from another input; see ``ResultLog`` and ``FinishedLines``.
-        """
-        output = self.log.output
-        for path in (output, self.log.errors):
-            if path.exists() and path.samefile(source):
-                raise InputFileError(f"{path} would overwrite the input: choose another output")
-        self._lock.enter_context(locked(output))
-        # A line has at least one byte: a number beyond that is from another file,
-        # and must not size an array.
-        last_possible = source.stat().st_size
-        failed = FinishedLines() if retry_failed else self.finished
+    start = RECORD_START + batch_id.removeprefix("batch_").encode() + b"_"
+    for path in (output, errors_path(output)):
         try:
-            with file_errors():
-                self.log.scan(
-                    partial(_add, self.finished, last_possible),
-                    add_failed=partial(_add, failed, last_possible),
-                )
-                with open_input(source) as file:
-                    self.finished.check_unchanged(
-                        read_lines(file, max_line_bytes, with_digest=True)
+            with path.open("r+b") as file:
+                found = file.read(len(start))
+                # A power failure leaves zeros where bytes were not synced.
+                if any(byte not in (0, ours) for byte, ours in zip(found, start, strict=False)):
+                    raise InputFileError(
+                        f"{path} holds something else than results of {batch_id}: choose another"
+                        " output, or move this file away"
                     )
-                if retry_failed:
-                    self.log.drop_errors()
-                self.log.cut()
-        except InputFileError as error:
-            self.close()
-            raise InputFileError(
-                f"{output} cannot be continued from {source}: {error};"
-                " choose another output, or move this one away"
-            ) from error
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Unlock the files for other clients."""
-        self._lock.close()
-
-
-def _add(finished: FinishedLines, last_possible: int, digest: int, line: int) -> bool | None:
-    if digest >= 1 << 64:
-        return None  # A record of a server's batch.
-    if line > last_possible:
-        raise InputFileError(f"there is a result for line {line}, which the input does not have")
-    return finished.add(digest, line)
+                size_bytes = file.seek(0, os.SEEK_END)
+                file.truncate(max(0, size_bytes - MAX_UNSYNCED_BYTES))
+            sync_names(path.parent)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InputFileError(f"cannot write {path}: {error.strerror}") from error
 
 
 _READ_RECORDS: Final = 256

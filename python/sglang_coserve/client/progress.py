@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
+from sglang_coserve.client.batch_api import NO_BATCH, Batch
 from sglang_coserve.terminal import ProgressBar, printable
 
 _POLL_S = 0.2
@@ -34,7 +35,7 @@ class JobState(Enum):
 class JobStatus:
     """A moment in the life of a job.
 
-    ``ok`` and ``failed`` count the records in the files, those of earlier runs
+    ``ok`` and ``failed`` count the records of the batch, those of earlier runs
     included. Tokens and seconds are of this run only.
     """
 
@@ -43,29 +44,65 @@ class JobStatus:
     failed: int
 
     resumed: int
-    """Records, of ``ok`` and ``failed``, that an earlier run had written."""
+    """Records, of ``ok`` and ``failed``, that the batch had when this run began."""
 
-    done_bytes: int
-    """Bytes of the input whose lines are finished or blank."""
-
-    total_bytes: int
-    """Size of the input."""
+    total: int
+    """Lines of the batch; 0 before they have been counted."""
 
     prompt_tokens: int
     completion_tokens: int
     elapsed_s: float
 
     trouble: str | None
-    """Why lines are being retried; None while the server answers."""
+    """Why the batch makes no progress, or may miss its window; None while all is well."""
 
     batch_id: str | None = None
-    """The batch that the server runs; None when it is sent line by line."""
+    """None before there is one."""
 
     batch_state: str | None = None
-    """The server's status of the batch."""
+    """The status of the batch."""
+
+    is_local: bool = False
+    """Whether the client keeps the batch, which stands still while no job runs."""
 
     eta_s: float | None = None
-    """When the server expects the batch to be complete, in seconds since the epoch."""
+    """When the batch is expected to be complete, in seconds since the epoch."""
+
+    @classmethod
+    def of(
+        cls,
+        state: JobState,
+        batch: Batch | None,
+        first: Batch | None = None,
+        *,
+        elapsed_s: float,
+        last_failure: str | None = None,
+        is_local: bool = False,
+    ) -> Self:
+        """Return a batch as the status of a job; None is a batch that does not exist yet.
+
+        ``first`` is the batch when the job began. ``last_failure`` is why a call is being retried.
+        """
+        now, before = batch or NO_BATCH, first or NO_BATCH
+        counts, resumed, extra = now["request_counts"], before["request_counts"], now["coserve"]
+        paused = "paused" if extra.get("paused") else None
+        return cls(
+            state=state,
+            ok=counts["completed"],
+            failed=counts["failed"],
+            resumed=resumed["completed"] + resumed["failed"],
+            total=counts["total"],
+            prompt_tokens=now["usage"]["input_tokens"] - before["usage"]["input_tokens"],
+            completion_tokens=now["usage"]["output_tokens"] - before["usage"]["output_tokens"],
+            elapsed_s=elapsed_s,
+            trouble=(last_failure or extra.get("warning") or paused)
+            if state is JobState.RUNNING
+            else None,
+            batch_id=now["id"],
+            batch_state=now["status"],
+            is_local=is_local,
+            eta_s=extra.get("eta"),
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -96,9 +133,9 @@ class _JobBar(ProgressBar):
             self._show(0, lambda: waiting, text=waiting)
             return
         text = _one_line(_description(status))
-        percent = 100 * status.done_bytes // max(1, status.total_bytes)
-        line = f"{percent}% of the input: {text}"
-        self._show(status.done_bytes, lambda: line, text=text, total=status.total_bytes)
+        done = status.ok + status.failed
+        line = f"{100 * done // max(1, status.total)}% of the lines: {text}"
+        self._show(done, lambda: line, text=text, total=status.total or None)
 
 
 async def showing(work: Awaitable[_T], status: Callable[[], JobStatus | str | None]) -> _T:
@@ -121,15 +158,9 @@ def _one_line(text: str) -> str:
 
 
 def _description(status: JobStatus) -> str:
+    parts = [f"{status.ok} ok, {status.failed} failed"]
     if status.batch_id:
-        return _describe_batch(status)
-    if status.trouble:
-        return f"{status.ok} ok, {status.failed} failed; retrying: {status.trouble[:80]}"
-    return f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"
-
-
-def _describe_batch(status: JobStatus) -> str:
-    parts = [f"{status.batch_id} {status.batch_state}: {status.ok} ok, {status.failed} failed"]
+        parts = [f"{status.batch_id} {status.batch_state}: {parts[0]}"]
     if status.eta_s is not None:
         at = datetime.fromtimestamp(status.eta_s).astimezone()
         parts.append(f"expected at {at:%Y-%m-%d %H:%M:%S}")

@@ -11,16 +11,11 @@ from typing import Any, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
-from sglang_coserve.client.async_client import (
-    DEFAULT_BASE_URL,
-    POLL_S,
-    AsyncCoserveClient,
-    AsyncJob,
-)
-from sglang_coserve.client.local_batch import ClientOptions
+from sglang_coserve.client.async_client import DEFAULT_BASE_URL, POLL_S, AsyncCoserveClient
+from sglang_coserve.client.job import AsyncJob
+from sglang_coserve.client.options import BatchOptions, ClientOptions
 from sglang_coserve.client.output_files import BatchResult, ResultStream
 from sglang_coserve.client.progress import JobStatus
-from sglang_coserve.client.server_batch import BatchOptions
 
 _T = TypeVar("_T")
 
@@ -79,7 +74,6 @@ class CoserveClient:
         source: str | Path,
         output: str | Path,
         *,
-        retry_failed: bool = False,
         batch_options: BatchOptions | None = None,
         use_batch: bool | None = None,
     ) -> Job:
@@ -88,7 +82,6 @@ class CoserveClient:
             self._client.submit_jsonl,
             source,
             output,
-            retry_failed=retry_failed,
             batch_options=batch_options,
             use_batch=use_batch,
         )

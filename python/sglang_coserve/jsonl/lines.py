@@ -41,42 +41,26 @@ class FileLine(NamedTuple):
     content: bytes | None
     """The line without its line ending; None when it is longer than allowed."""
 
-    digest: int
-    """64-bit BLAKE2b of the line without its line ending, never 0; 0 when not asked for."""
-
 
 def read_lines(
-    file: BinaryIO,
-    max_line_bytes: int,
-    *,
-    after_line: int = 0,
-    offset: int = 0,
-    with_digest: bool = False,
+    file: BinaryIO, max_line_bytes: int, *, after_line: int = 0, offset: int = 0
 ) -> Iterator[FileLine]:
     """Yield the lines of ``file`` from where it stands: at ``offset``, after line ``after_line``.
 
     A UTF-8 byte order mark, CRLF endings and a last line without an ending are
-    accepted. Memory is bounded by ``max_line_bytes``: what is longer is hashed and dropped.
+    accepted. Memory is bounded by ``max_line_bytes``: what is longer is skipped.
     """
     number = after_line
     while piece := file.readline(max_line_bytes + 1):
         number += 1
         size_bytes = len(piece)
-        if number == 1:
-            piece = piece.removeprefix(UTF8_BOM)
         content: bytes | None = None
-        hashed = blake2b(digest_size=8)
         if size_bytes > max_line_bytes and not piece.endswith(b"\n"):
-            hashed.update(piece)
             while not piece.endswith(b"\n") and (piece := file.readline(_SKIP_BYTES)):
                 size_bytes += len(piece)
-                hashed.update(_without_ending(piece))
         else:
-            content = _without_ending(piece)
-            if with_digest:
-                hashed.update(content)
-        digest = (int.from_bytes(hashed.digest()) or 1) if with_digest else 0
-        yield FileLine(number, offset, size_bytes, content, digest)
+            content = _without_ending(piece.removeprefix(UTF8_BOM) if number == 1 else piece)
+        yield FileLine(number, offset, size_bytes, content)
         offset += size_bytes
 
 
@@ -94,11 +78,9 @@ def _without_ending(piece: bytes) -> bytes:
 def _scratch_database(schema: str, *, in_memory: bool = False) -> sqlite3.Connection:
     """Return a database within a transaction, in SQLite's temporary folder or in memory.
 
-    It is gone when it is closed. Each of its tables and sorts has a cache of 16 MiB. One user at a
-    time, in any thread.
+    It is gone when it is closed. Each of its tables and sorts has a cache of 16 MiB.
     """
-    path = ":memory:" if in_memory else ""
-    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    database = sqlite3.connect(":memory:" if in_memory else "", isolation_level=None)
     for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -16384"):
         database.execute(f"PRAGMA {setting}")
     database.execute(schema)
@@ -117,7 +99,6 @@ class SeenIds:
 
     def __init__(self, *, in_memory: bool = False) -> None:
         """Start empty."""
-        # Whoever stops a reader closes this, in another thread.
         schema = "CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID"
         self._db = _scratch_database(schema, in_memory=in_memory)
 
@@ -135,10 +116,6 @@ class SeenIds:
                 f"the ids of the lines cannot be kept: {error}; set SQLITE_TMPDIR to a folder with"
                 " room"
             ) from error
-
-    def close(self) -> None:
-        """Drop the set and its temporary file."""
-        self._db.close()
 
 
 SCRATCH_BYTES: Final = 300

@@ -1,8 +1,7 @@
 """The durable line engine: every line of a file gets exactly one record, also across crashes.
 
-The server's Batch API (``batch``) and the client that sends lines one by one (``client``)
-both use it. It depends neither on databases nor on HTTP nor on an engine: a ``Backend`` serves
-lines.
+The Batch API (``batch``) uses it. It depends neither on databases nor on HTTP nor on an engine: a
+``Backend`` serves lines.
 
 - ``line_run`` serves the unfinished lines of one job and writes their records.
 - ``line_source`` chooses the next line of a job, ``fair_slots`` the next job.

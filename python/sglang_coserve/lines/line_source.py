@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from sglang_coserve.errors import StorageError, disk_errors
 from sglang_coserve.jsonl.lines import FileLine, has_order, is_blank, read_lines, read_order
@@ -52,8 +52,6 @@ class LineSource:
         is_wanted: Callable[[int], bool],
         threads: WorkerThreads,
         order: Path | None = None,
-        *,
-        with_digests: bool = False,
     ) -> None:
         """``order`` is where a prefix order is, if there is one; None for none."""
         self._path = path
@@ -61,7 +59,6 @@ class LineSource:
         self._is_wanted = is_wanted
         self._threads = threads
         self._order = order
-        self._with_digests = with_digests
         self._is_ordered: bool | None = None
         """None before the first line."""
 
@@ -95,7 +92,9 @@ class LineSource:
         size_bytes = 0
         with self._path.open("rb", buffering=_AHEAD_BYTES) as file:
             file.seek(self._offset)
-            for line in self._lines(file, self._number, self._offset):
+            for line in read_lines(
+                file, self._max_line_bytes, after_line=self._number, offset=self._offset
+            ):
                 self._offset += line.size_bytes
                 self._number = line.number
                 if self._is_wanted(line.number) and not is_blank(line.content):
@@ -117,22 +116,15 @@ class LineSource:
                 self._place += 1
                 if self._is_wanted(number):
                     file.seek(offset)
-                    line = next(self._lines(file, number - 1, offset), None)
-                    if line is None:
+                    found = read_lines(
+                        file, self._max_line_bytes, after_line=number - 1, offset=offset
+                    )
+                    if (line := next(found, None)) is None:
                         raise StorageError(f"{self._path} has changed since it was checked")
                     self._ahead.append(line)
                     size_bytes += line.size_bytes
         if self._place == before:
             self._is_at_end = True
-
-    def _lines(self, file: BinaryIO, after_line: int, offset: int) -> Iterator[FileLine]:
-        return read_lines(
-            file,
-            self._max_line_bytes,
-            after_line=after_line,
-            offset=offset,
-            with_digest=self._with_digests,
-        )
 
     def _is_enough(self, size_bytes: int) -> bool:
         return size_bytes >= _AHEAD_BYTES or len(self._ahead) >= _AHEAD_LINES

@@ -9,16 +9,15 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from sglang_coserve.disk_room import no_bound
-from sglang_coserve.durable_files import MAX_UNSYNCED_BYTES, append, settle, sync_names
+from sglang_coserve.durable_files import append, settle, sync_names
 from sglang_coserve.errors import StorageError, disk_errors
 from sglang_coserve.lines.background import Clock, WorkerThreads, to_its_end
 from sglang_coserve.lines.result_record import (
-    RECORD_START,
     Progress,
     Usage,
     record_identity,
@@ -41,7 +40,6 @@ class ResultLog:
         errors: Path,
         *,
         name: str | None = None,
-        mode: int = 0o600,
         room: Callable[[int], AbstractContextManager[None]] = no_bound,
     ) -> None:
         """``name`` is used for the files in error messages; None uses their paths.
@@ -55,52 +53,38 @@ class ResultLog:
 
         self._name = name
         self._synced_bytes = (0, 0)
-        self._mode = mode
         self._room = room
 
     def scan(
         self,
         add: Callable[[int, int], bool | None],
-        committed: Progress | None = None,
+        committed: Progress,
         mean_estimate_tokens: int = 0,
-        *,
-        add_failed: Callable[[int, int], bool | None] | None = None,
     ) -> None:
         """Read the existing files, without changing them. Takes about a second per GB.
 
         ``add`` is called with (tag, line) of each record; it must return False for a second
-        record of a line, and None for a record of another job. ``add_failed``, if given, is
-        called for the records of the error file instead.
+        record of a line, and None for a record of another job.
 
         ``committed`` is the progress that was committed: all of it must be in the files. Whole
         records after it are parsed and counted, each with an estimate of
-        ``mean_estimate_tokens``; anything after these is discarded by ``cut``. With None nothing
-        is known: no tokens are counted, and from the end of a file is discarded only what a crash
-        can have left of a record there, with all after it.
+        ``mean_estimate_tokens``; anything after these is discarded by ``cut``.
 
         Raises:
             StorageError: the files cannot be read, or have unexpected contents.
         """
-        known = committed or Progress()
-        output_bytes, error_bytes = (
-            (None, None) if committed is None else (known.output_bytes, known.error_bytes)
-        )
-        output = self._scan(self.output, output_bytes, add)
-        errors = self._scan(self.errors, error_bytes, add_failed or add)
-        self._synced_bytes = (known.output_bytes, known.error_bytes)
+        output = self._scan(self.output, committed.output_bytes, add)
+        errors = self._scan(self.errors, committed.error_bytes, add)
+        self._synced_bytes = (committed.output_bytes, committed.error_bytes)
         self.progress = Progress(
             completed=output.records,
             failed=errors.records,
             output_bytes=output.size_bytes,
             error_bytes=errors.size_bytes,
-            usage=known.usage + output.new_usage + errors.new_usage,
-            estimated_tokens=known.estimated_tokens
+            usage=committed.usage + output.new_usage + errors.new_usage,
+            estimated_tokens=committed.estimated_tokens
             + (output.new_records + errors.new_records) * mean_estimate_tokens,
         )
-
-    def drop_errors(self) -> None:
-        """Discard the contents of the error file at the next ``cut``."""
-        self.progress = replace(self.progress, failed=0, error_bytes=0)
 
     def cut(self) -> None:
         """Truncate the files after the records that ``scan`` has found, and force these to disk.
@@ -140,7 +124,7 @@ class ResultLog:
         # A file that has disappeared must not be created anew: its records would be missing.
         create = 0 if size_bytes else os.O_CREAT
         with self._disk_errors("written", path):
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | create, self._mode)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | create, 0o600)
             try:
                 if os.fstat(fd).st_size != size_bytes:
                     raise StorageError(f"{path} was changed by something else: restore it")
@@ -154,7 +138,7 @@ class ResultLog:
         return disk_errors(f"{self._name or path} cannot be {verb}")
 
     def _scan(
-        self, path: Path, committed_bytes: int | None, add: Callable[[int, int], bool | None]
+        self, path: Path, committed_bytes: int, add: Callable[[int, int], bool | None]
     ) -> _Scan:
         scan = _Scan()
         if not path.exists():
@@ -165,31 +149,23 @@ class ResultLog:
                 )
             return scan
         with self._disk_errors("read", path), path.open("rb", buffering=_READ_BYTES) as file:
-            # What comes before was synced, so it is as it was written.
-            synced_bytes = committed_bytes
-            if synced_bytes is None:
-                synced_bytes = os.fstat(file.fileno()).st_size - MAX_UNSYNCED_BYTES
             for record in file:
                 end_bytes = scan.size_bytes + len(record)
-                is_unsynced = end_bytes > synced_bytes
+                # What was committed was synced, so it is as it was written.
+                is_unsynced = end_bytes > committed_bytes
                 identity = record_identity(record)
                 usage = usage_in_record(record) if identity and is_unsynced else Usage()
                 is_new = add(*identity) if identity and usage is not None else None
                 if identity is None or usage is None or is_new is None:
-                    if committed_bytes is None and not (is_unsynced and _is_torn(record)):
-                        raise StorageError(
-                            f"line {scan.records + 1} of {path} is not a batch result, or is"
-                            " damaged: choose another output, or move this file away"
-                        )
                     break
                 if not is_new:
                     raise StorageError(f"{path} has a second result for line {identity[1]}")
-                if committed_bytes is not None and is_unsynced:
+                if is_unsynced:
                     scan.new_records += 1
                     scan.new_usage += usage
                 scan.records += 1
                 scan.size_bytes = end_bytes
-        if scan.size_bytes < (committed_bytes or 0):
+        if scan.size_bytes < committed_bytes:
             raise StorageError(
                 f"{path} is damaged after byte {scan.size_bytes:,}: restore it, or cancel its batch"
             )
@@ -204,14 +180,6 @@ class _Scan:
     size_bytes: int = 0
     new_records: int = 0
     new_usage: Usage = field(default_factory=Usage)
-
-
-def _is_torn(record: bytes) -> bool:
-    """Return whether this is what a crash can leave of a record: its beginning, or zeros in it."""
-    is_ours = all(
-        found in (0, expected) for found, expected in zip(record, RECORD_START, strict=False)
-    )
-    return is_ours and (b"\0" in record or not record.endswith(b"\n"))
 
 
 _MAX_PENDING_BYTES: Final = 4 << 20

@@ -33,8 +33,8 @@ def batch_tag(batch_id: str) -> int:
 def encode_record(tag: int, line: int, custom_id: str | None, result: LineResult) -> bytes:
     """Return the record of a line, with its line ending.
 
-    ``tag`` has 96 bits and identifies the line's input: the server uses the batch id, as the
-    lines of a batch cannot change; the client, whose file may change, uses the line's digest.
+    ``tag`` has 96 bits and identifies the batch (``batch_tag``). Outputs of earlier versions of the
+    client have a digest of each line in its place.
     """
     error = None
     if not result.status_code:

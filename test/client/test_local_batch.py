@@ -1,0 +1,125 @@
+"""A batch that the client keeps in a directory, through kills, refusals and second clients."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from batch.scenarios import line
+from client.batch_files import results_by_line, write_lines
+from client.coserve_process import end, start_submit, submit, submit_json
+from client.fault_server import FaultServer
+from sglang_coserve.client import BatchOptions, CoserveClient, JobState
+from sglang_coserve.client.submission import data_directory, submission_path
+from sglang_coserve.errors import ConfigError, InputFileError
+from waiting import eventually
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in.jsonl", [line(f"id-{n}") for n in range(1, 21)])
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_directory_is_there_for_as_long_as_the_batch_runs(
+    server: FaultServer, source: Path, output: Path, tmp_path: Path
+) -> None:
+    write_lines(source, [line("a"), line("b", faults=["hang"])])
+    process = start_submit(source, output, server.base_url)
+    eventually(lambda: len(server.bodies) == 2)
+    try:
+        assert data_directory(output).stat().st_mode & 0o777 == 0o700
+        code, _, stderr = submit(source, output, server.base_url)
+        assert (code, "being written by another client" in stderr) == (2, True)
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert end(process)[0] == 130
+    assert names(tmp_path) == {"in.jsonl", "out.jsonl", "out.batch.json", "out.jsonl.coserve"}
+    code, summary = submit_json(source, output, server.base_url)
+    assert (code, summary["ok"], summary["batch_state"]) == (0, 2, "completed")
+    assert names(tmp_path) == {"in.jsonl", "out.jsonl", "out.batch.json"}
+    assert sorted(results_by_line(output)) == [1, 2]
+    # Nothing is asked any more, not even whether the server is there.
+    server._portal.call(server.die_here)
+    code, summary = submit_json(source, output, server.base_url, "--retry-for", "0.1")
+    assert (code, summary["ok"], summary["resumed"]) == (0, 2, 2)
+    assert (summary["prompt_tokens"], summary["tokens_per_s"]) == (0, 0.0)
+
+
+def test_a_stopped_batch_goes_on_though_the_input_has_gone(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    """A copy is kept with the batch: nothing that is served can have changed."""
+    write_lines(source, [line("a", faults=["hang"])])
+    with CoserveClient(server.base_url) as client:
+        job = client.submit_jsonl(source, output)
+        eventually(lambda: server.bodies)
+    assert job.status.state is JobState.CANCELLED
+    content = source.read_bytes()
+    source.write_bytes(content + line("b").encode())
+    with CoserveClient(server.base_url) as client:
+        with pytest.raises(InputFileError, match="the input has changed"):
+            client.submit_jsonl(source, output).wait()
+        source.write_bytes(content)
+        assert client.submit_jsonl(source, output).wait().ok == 1
+
+
+def test_a_closed_window_leaves_records(server: FaultServer, source: Path, output: Path) -> None:
+    write_lines(source, [line("a"), line("b", faults=["hang"])])
+    with CoserveClient(server.base_url) as client:
+        job = client.submit_jsonl(source, output, batch_options=BatchOptions("2s", 1))
+        status = job.wait()
+    assert (status.batch_state, status.ok, status.failed) == ("expired", 1, 1)
+    (late,) = [result for result in results_by_line(output).values() if not result.ok]
+    assert late.error and late.error.code == "batch_expired"
+    assert not data_directory(output).exists()
+
+
+def test_a_kill_between_creation_and_answer_is_no_dead_end(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line("a", faults=["hang"])])
+    with CoserveClient(server.base_url) as client:
+        client.submit_jsonl(source, output, batch_options=BatchOptions("2h"))
+        eventually(lambda: server.bodies)
+    stored = submission_path(output).read_text()
+    begun = stored.partition('"batch_id"')[0] + '"batch_id": null, "is_local": true}'
+    submission_path(output).write_text(begun)
+    with CoserveClient(server.base_url) as client:
+        with pytest.raises(ConfigError, match="begun with other options") as caught:
+            client.submit_jsonl(source, output, batch_options=BatchOptions("3h")).wait()
+        assert str(submission_path(output)) in str(caught.value)
+        submission_path(output).unlink()
+        job = client.submit_jsonl(source, output, batch_options=BatchOptions("3h"))
+        assert job.wait().ok == 1
+
+
+def test_a_directory_that_cannot_be_used_is_named(
+    server: FaultServer, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with CoserveClient(server.base_url) as client, monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", fail)
+        with pytest.raises(InputFileError, match=r"cannot be kept in .*coserve: .*No space left"):
+            client.submit_jsonl(source, output).wait()
+    with CoserveClient(server.base_url) as client:
+        assert client.submit_jsonl(source, output).wait().ok == 20
+
+
+def test_an_output_that_would_overwrite_the_input(
+    server: FaultServer, source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "x.errors.jsonl").hardlink_to(source)
+    with CoserveClient(server.base_url) as client:
+        for output in (source, tmp_path / "x.jsonl"):
+            with pytest.raises(InputFileError, match="would overwrite the input"):
+                client.submit_jsonl(source, output)
