@@ -56,7 +56,7 @@ MISTAKES = {
     f"{GATEWAY}": "add --coserve-data-dir",
     "gateway --engine http://127.0.0.1:1 --coserve-data-dir data": "COSERVE_ENGINE_ADMIN_KEY",
     f"{GATEWAY} --coserve-data-dir data --engine-dns https://name:1": "http://NAME:PORT",
-    f"{GATEWAY} --coserve-data-dir data --engine-router name": "http://HOST:PORT",
+    "gateway --coserve-data-dir data --router name": "http://HOST:PORT",
     f"{GATEWAY} --coserve-data-dir data --host 192.0.2.1": "choose another --host or --port",
     f"{GATEWAY} --coserve-data-dir good.jsonl": "name another --coserve-data-dir",
     f"{GATEWAY} --coserve-data-dir data --port 99999": "1 to 65535",

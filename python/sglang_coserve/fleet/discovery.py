@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 import socket
-import ssl
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
-import httpx
-
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.http_lines.http_engine import engine_address
-from sglang_coserve.network import check_key, http_address
+from sglang_coserve.network import http_address
 
 _LOOK_INTERVAL_S: Final = 5.0
 """Engines come and go by the minute: they load a model first."""
-
-_TIMEOUT_S: Final = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -83,47 +76,6 @@ class DnsName(EngineSource):
             f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
             for host in hosts
         ]
-
-
-class Router(EngineSource):
-    """The workers of SGLang's router (``smg``, ``sglang-router``)."""
-
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """``api_key`` is the router's.
-
-        Raises:
-            ConfigError: the address or the key cannot be used.
-        """
-        address = http_address(url, "--engine-router", may_have_login=True)
-        self._url = f"{str(address).rstrip('/')}/workers"
-        check_key("the router's API key", api_key)
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._authorities: ssl.SSLContext | None = None
-        """Of the environment; its proxies do not count."""
-
-    async def urls(self) -> Sequence[str]:
-        """See ``EngineSource``; whether an address can be used is for who uses it."""
-        try:
-            if self._authorities is None:
-                # Reading them takes tens of milliseconds, in which no token would pass.
-                self._authorities = await asyncio.to_thread(httpx.create_ssl_context)
-            async with httpx.AsyncClient(
-                headers=self._headers,
-                timeout=_TIMEOUT_S,
-                verify=self._authorities,
-                trust_env=False,
-            ) as client:
-                answer = (await client.get(self._url)).raise_for_status()
-            workers = json.loads(answer.content)["workers"]
-            urls = [worker["url"] for worker in workers if isinstance(worker.get("url"), str)]
-            if workers and not urls:
-                raise ValueError("none of them has a url")
-            # With --dp-aware a worker is one rank of an engine: http://HOST:PORT@RANK.
-            return [re.sub(r"@\d+$", "", url).rstrip("/") for url in urls]
-        except httpx.HTTPError as error:
-            raise ServerError(f"{self._url}: {error or type(error).__name__}") from error
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ServerError(f"{self._url} does not list workers: {error!r}") from error
 
 
 async def follow(

@@ -13,10 +13,10 @@ from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.config.flags import FlagParser, add_flags, setting
 from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router
+from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource
 from sglang_coserve.fleet.routed_engines import KEY_VARIABLE, RoutedEngines
 from sglang_coserve.logs import LOG_FORMATS
-from sglang_coserve.network import check_key
+from sglang_coserve.network import check_key, http_address
 
 ENGINE_KEY_VARIABLE: Final = "COSERVE_ENGINE_ADMIN_KEY"
 
@@ -61,13 +61,6 @@ class GatewayOptions(BatchApiConfig):
         action="append",
         metavar="http://NAME:PORT",
     )
-    engine_router: Sequence[str] = setting(
-        (),
-        "the workers of SGLang's router, asked for every 5 s; its API key is in the environment "
-        f"variable {KEY_VARIABLE}",
-        action="append",
-        metavar="URL",
-    )
     router: str | None = setting(
         None,
         "a router (smg, sglang-router, llm-d's gateway) that places the lines itself; its API key "
@@ -98,11 +91,9 @@ class GatewayOptions(BatchApiConfig):
 
     def __post_init__(self) -> None:
         if self.router is None and not self.sources:
-            raise ConfigError(
-                "no engines: add --engine URL, --engine-dns, --engine-router or --router"
-            )
+            raise ConfigError("no engines: add --engine URL, --engine-dns or --router")
         if self.router is not None and self.sources:
-            raise ConfigError("--router places lines itself: leave --engine… out, or --router")
+            raise ConfigError("--router places lines itself: leave --engine and --engine-dns out")
         if self.router_max_lines < 1:
             raise ConfigError(f"--router-max-lines {self.router_max_lines}: use 1 or more")
         if self.coserve_data_dir is None:
@@ -112,6 +103,9 @@ class GatewayOptions(BatchApiConfig):
         check_key("--admin-api-key", self.admin_api_key)
         if self.router is None:
             _ = self.engine_key  # Raises where there is none.
+        else:
+            http_address(self.router, "--router")
+            check_key(KEY_VARIABLE, os.environ.get(KEY_VARIABLE))
 
     @property
     def data(self) -> Path:
@@ -124,11 +118,7 @@ class GatewayOptions(BatchApiConfig):
         return engine_key_of(self.engine_admin_key, "add --engine-admin-key KEY")
 
     def make_router(self) -> RoutedEngines:
-        """Return the router of ``--router``.
-
-        Raises:
-            ConfigError: its address or key cannot be used.
-        """
+        """Return the router of ``--router``."""
         key = os.environ.get(KEY_VARIABLE)
         return RoutedEngines(self.router or "", key, self.router_max_lines)
 
@@ -136,9 +126,7 @@ class GatewayOptions(BatchApiConfig):
     def sources(self) -> list[EngineSource]:
         """Who knows of engines."""
         named: list[EngineSource] = [EngineList(self.engine)] if self.engine else []
-        router_key = os.environ.get(KEY_VARIABLE)
-        routers = (Router(url, router_key) for url in self.engine_router)
-        return [*named, *map(DnsName, self.engine_dns), *routers]
+        return [*named, *map(DnsName, self.engine_dns)]
 
 
 def parse_options(argv: Sequence[str]) -> GatewayOptions:

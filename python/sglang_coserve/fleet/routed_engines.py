@@ -24,7 +24,7 @@ from sglang_coserve.http_lines.messages import (
 )
 from sglang_coserve.http_lines.plain_server import PlainServer
 from sglang_coserve.lines.backend import FailureKind, LineMovedError, LineRequest, LineResult
-from sglang_coserve.network import check_key, http_address
+from sglang_coserve.network import http_address
 
 KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
 _MODELS_PATH: Final = "/v1/models"
@@ -45,10 +45,9 @@ class RoutedEngines:
         """Take the router's address and key; ``most_lines`` are sent at a time.
 
         Raises:
-            ConfigError: the address or the key cannot be used.
+            ConfigError: the address cannot be used.
         """
-        address = http_address(url, "--router", may_have_login=False)
-        check_key("the router's API key", api_key)
+        address = http_address(url, "--router")
         self.url = str(address).rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._most_lines = most_lines

@@ -14,7 +14,7 @@ from sglang_coserve.errors import require
 
 require("ray", "sglang_coserve.ray")
 
-from sglang_coserve.fleet.discovery import DnsName, Router  # noqa: E402
+from sglang_coserve.fleet.discovery import DnsName  # noqa: E402
 from sglang_coserve.ray.completion import complete, read_requests  # noqa: E402
 
-__all__ = ["DnsName", "Router", "complete", "read_requests"]
+__all__ = ["DnsName", "complete", "read_requests"]
