@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import resource
 import socket
+import sys
+from contextlib import suppress
 from typing import Final
 
 import httpx
@@ -139,6 +142,16 @@ def _pinned(request: httpx.Request, host: str, address: str) -> httpx.Request:
         stream=request.stream,
         extensions={**request.extensions, "sni_hostname": host},
     )
+
+
+def raised_open_files() -> int:
+    """Raise the process's limit of open files as far as it may be raised; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # Some systems bound it in yet another way.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def check_listen_address(host: str, port: int) -> None:

@@ -17,13 +17,13 @@ from batch.scenarios import OWNER, line, lines, stream, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.fleet.backend import FleetBackend
+from sglang_coserve.fleet.backend import _MOST_SETBACKS, FleetBackend
 from sglang_coserve.fleet.engine import LINES_AHEAD, EngineState
 from sglang_coserve.fleet.line_placement.failure_streak import FAILURES_IN_A_ROW
 from sglang_coserve.fleet.line_placement.placement import DEATHS_BEFORE_APART
 from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.backend import FailureKind, LineRequest, LineResult, MovedKv
 from waiting import GIVE_UP_S, until
 
 
@@ -314,7 +314,10 @@ async def test_a_stuck_engine_gets_nothing_and_its_lines_go_on_elsewhere(
             assert all(result.is_ok for result in (await lines_.results()).values())
 
 
-async def test_a_short_outage_of_the_majority_does_not_change_the_model() -> None:
+async def test_a_short_outage_of_the_majority_does_not_change_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sglang_coserve.fleet.engine._DEAD_S", 0.3)
     engines = [LiveEngine(), LiveEngine(), LiveEngine(ScriptedBackend(holds=True, model="canary"))]
     async with fleet_of(*engines) as fleet:
         assert fleet.model == "scripted"
@@ -350,17 +353,116 @@ async def test_a_line_goes_only_where_its_adapter_is() -> None:
         assert all(result.is_ok for result in await asyncio.gather(*tasks))
 
 
-async def test_an_adapter_that_was_unloaded_just_now_is_asked_for_elsewhere() -> None:
-    def has_none(_request: LineRequest) -> LineResult:
-        return LineResult(404, "", {"error": {"code": "model_not_found"}})
+def not_found(code: str = "model_not_found") -> LineResult:
+    return LineResult(404, "", {"error": {"code": code}})
 
-    gone, there = LiveEngine(ScriptedBackend(answers=has_none)), LiveEngine(ScriptedBackend())
+
+async def test_an_adapter_that_was_unloaded_just_now_is_asked_for_elsewhere() -> None:
+    """The engine says so of the first line, before it is looked at again."""
+    gone = LiveEngine(ScriptedBackend(answers=lambda _: unload()))
+    there = LiveEngine(ScriptedBackend())
+
+    def unload() -> LineResult:
+        gone.models = ("scripted",)
+        return not_found()
+
     for engine in (gone, there):
         engine.models = ("scripted", "sql")
     async with fleet_of(gone, there) as fleet:
         for n in range(20):
             asked = LineRequest("b", n, ENDPOINT, {"prompt": f"{n}", "model": "sql"})
             assert (await fleet.run(asked, lambda _: None)).is_ok
+        assert len(gone.backend.started) <= 1
+
+
+@pytest.mark.parametrize("asked", ["sql", "scripted", None])
+@pytest.mark.parametrize("code", ["model_not_found", "not_found"])
+async def test_another_404_is_the_answer(asked: str | None, code: str) -> None:
+    """Of an engine that still has the adapter, or of something else than a model."""
+    engine = LiveEngine(ScriptedBackend(answers=lambda _: not_found(code)))
+    engine.models = ("scripted", "sql")
+    async with fleet_of(engine) as fleet:
+        bad = LineRequest("b", 1, ENDPOINT, {"prompt": "a", "model": asked})
+        result = await asyncio.wait_for(fleet.run(bad, lambda _: None), GIVE_UP_S)
+        assert (result.status_code, len(engine.backend.started)) == (404, 1)
+        assert engine.lines.refuses is None and state_of(fleet, engine) is EngineState.UP
+
+
+async def test_a_line_whose_adapter_no_engine_has_any_more_is_answered() -> None:
+    engine = LiveEngine()
+    engine.models = ("scripted", "sql")
+    async with fleet_of(engine) as fleet:
+        engine.lines.close("it drains")
+        await until(lambda: state_of(fleet, engine) is EngineState.DRAINING)
+        asked = LineRequest("b", 1, ENDPOINT, {"prompt": "a", "model": "sql"})
+        waiting = asyncio.ensure_future(fleet.run(asked, lambda _: None))
+        await until(lambda: fleet.lines_waiting == 1)
+        engine.models = ("scripted",)
+        result = await asyncio.wait_for(waiting, GIVE_UP_S)
+        assert result.body["error"]["code"] == "model_not_found"
+        assert fleet.lines_waiting == 0
+
+
+async def test_a_short_outage_of_the_network_ends_no_line() -> None:
+    """Connections are refused on the way to every engine for a moment: no engine had the line."""
+    engines = [LiveEngine() for _ in range(3)]
+    async with cut_off(*engines) as (fleet, *proxies):
+        served = Lines(fleet, ["a", "b", "c"])
+        await until(lambda: sum(len(engine.backend.in_flight) for engine in engines) == 3)
+        for proxy in proxies:
+            proxy.is_away = True
+            proxy.cut()
+        await until(lambda: fleet.stalled_by is not None)
+        for proxy in proxies:
+            proxy.is_away = False
+        await served.finish(*engines)
+        assert all(result.is_ok for result in (await served.results()).values())
+        assert fleet.ends["given_up"] == 0
+
+
+async def test_a_line_that_is_sent_in_vain_again_and_again_is_a_failed_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever keeps the line counts it."""
+    monkeypatch.setattr("sglang_coserve.fleet.backend._MOST_PAUSE_S", 0.01)
+    engine = LiveEngine()
+    async with cut_off(engine) as (fleet, proxy):
+        served = Lines(fleet, ["embedding"])
+        for _ in range(_MOST_SETBACKS):
+            await engine.holds(1)
+            proxy.cut()
+            await engine.holds(0)
+        result = (await served.results())["embedding"]
+        assert (result.is_retryable, result.kind) == (True, FailureKind.LOST)
+
+
+async def test_an_engine_that_was_started_again_keeps_the_lines_that_it_got_since() -> None:
+    """Its connection to an old line breaks late: a proxy held it."""
+    engine = LiveEngine()
+    async with cut_off(engine) as (fleet, _):
+        old = Lines(fleet, ["old"])
+        await engine.holds(1)
+        engine.lines._run = "the next run"
+        await until(lambda: fleet.ends["lost"] == 1)
+        new = Lines(fleet, ["new"])
+        await until(lambda: where("new", engine) and where("old", engine))
+        finish_all(engine)
+        assert (await new.results())["new"].is_ok
+        await old.finish(engine)
+        assert (await old.results())["old"].is_ok
+        assert fleet.ends["lost"] == 1
+
+
+async def test_an_engine_that_is_forgotten_while_it_is_looked_at_loses_no_line() -> None:
+    engine, other = LiveEngine(), LiveEngine()
+    async with fleet_of(engine) as fleet, other:
+        served = Lines(fleet, [f"{n}" for n in range(6)])
+        await engine.holds(6)
+        fleet.set_engines([other.url])
+        await engine.kill()
+        await other.holds(6)
+        finish_all(other)
+        assert all(result.is_ok for result in (await served.results()).values())
 
 
 async def test_an_engine_that_answers_and_fails_does_not_get_every_line() -> None:

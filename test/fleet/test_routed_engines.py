@@ -21,6 +21,7 @@ from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import EngineState
 from sglang_coserve.fleet.options import parse_options
 from sglang_coserve.fleet.routed_engines import KEY_VARIABLE, RoutedEngines
+from sglang_coserve.lines.backend import FailureKind
 from waiting import until
 
 KEY = "router's key"
@@ -40,10 +41,11 @@ class Router(LiveApp):
         self.seen: list[tuple[dict[str, str], Any]] = []
         self.holds = asyncio.Event()
         self.holds.set()
-        self.num_running = self.most_running = 0
+        self.num_running = self.most_running = self.num_asked = 0
         super().__init__(self.app)
 
     async def _models(self, request: Request) -> JSONResponse:
+        self.num_asked += 1
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return JSONResponse({"error": "no"}, 401)
         return JSONResponse({"data": [{"id": name} for name in self.models]})
@@ -101,21 +103,53 @@ async def test_a_router_has_no_more_lines_than_it_may() -> None:
         assert router.most_running == 5
 
 
-async def test_a_line_that_the_router_has_no_room_for_is_sent_again() -> None:
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (429, FailureKind.UNAVAILABLE),
+        (503, FailureKind.UNAVAILABLE),
+        (502, FailureKind.LOST),
+        (504, FailureKind.TIMED_OUT),
+        (500, FailureKind.FAILED),
+    ],
+)
+async def test_a_failure_behind_the_router_is_an_attempt_of_the_line(
+    status: int, kind: FailureKind
+) -> None:
+    """Nobody knows which engine it was, so the line may be at fault; others go on."""
     async with routed() as (router, fleet):
         await fleet.ready()
-        router.statuses = [503, 429, 503]
-        assert (await fleet.run(request(), lambda _: None)).is_ok
-        assert fleet.ends["moved"] == 3
-
-
-async def test_an_error_of_an_engine_behind_the_router_is_an_attempt_of_the_line() -> None:
-    """Nobody knows which engine it was, so the line may be at fault."""
-    async with routed() as (router, fleet):
-        await fleet.ready()
-        router.statuses = [500]
+        router.statuses = [status]
         result = await fleet.run(request(), lambda _: None)
-        assert (result.status_code, result.is_retryable) == (500, True)
+        assert (result.status_code, result.is_retryable, result.kind) == (status, True, kind)
+        assert all(engine.is_up for engine in fleet.engines)
+        assert (await fleet.run(request(), lambda _: None)).is_ok
+
+
+async def test_models_in_another_order_are_the_same_models() -> None:
+    async with routed() as (router, fleet):
+        await fleet.ready()
+        changes: list[None] = []
+        fleet.when_changing(lambda: changes.append(None))
+        router.models.reverse()
+        num_asked = router.num_asked
+        await until(lambda: router.num_asked > num_asked + 3)
+        assert not changes
+
+
+async def test_a_router_that_shows_its_models_and_refuses_lines_rests() -> None:
+    async with routed() as (router, fleet):
+        await fleet.ready()
+        (engine,) = fleet.engines
+        router.statuses = [401] * 1000
+        serving = asyncio.ensure_future(fleet.run(request(), lambda _: None))
+        await until(lambda: engine.state is EngineState.FAILING)
+        assert KEY_VARIABLE in str(engine.reason)
+        num_asked = router.num_asked
+        await until(lambda: router.num_asked > num_asked + 10)
+        assert len(router.seen) == 1
+        serving.cancel()
+        await asyncio.wait({serving})
 
 
 async def test_a_wrong_key_is_told() -> None:

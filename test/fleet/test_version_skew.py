@@ -60,7 +60,7 @@ class Case:
 
 
 ATTEMPT = LineRequest(
-    "batch_1", 3, "/v1/completions", {"prompt": "p"}, (1, 2), 5.0, 7, KV, 5.0, "m"
+    "batch_1", 3, "/v1/completions", {"prompt": "p"}, (1, 2), 5.0, 7, KV, 5.0, "m", "a"
 )
 REPORT = EngineReport(
     "run",
@@ -74,6 +74,7 @@ REPORT = EngineReport(
     3,
     1,
     2,
+    64,
     5.0,
     "strict",
     WantedLines(1, 2, 3),

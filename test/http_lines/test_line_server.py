@@ -12,10 +12,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import RedirectResponse, Response
+from msgspec.structs import replace
 
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, READY_S, LiveApp, LiveEngine
-from sglang_coserve.http_lines.http_engine import HttpEngine
+from sglang_coserve.http_lines.http_engine import AttemptListener, HttpEngine
 from sglang_coserve.http_lines.messages import (
     EngineLostError,
     EngineRefusesError,
@@ -32,8 +33,24 @@ def request(name: str = "a", **body: Any) -> LineRequest:
     return LineRequest("batch_1", crc32(name.encode()), ENDPOINT, {"prompt": name, **body})
 
 
-def ignore(_tokens: Sequence[int]) -> None:
-    pass
+class Heard(AttemptListener):
+    """What was heard of an attempt."""
+
+    def __init__(self, on_tokens: Callable[[Sequence[int]], None] = lambda _: None) -> None:
+        self.runs: list[str] = []
+        self.prompts: list[int] = []
+        self.tokens: list[int] = []
+        self._on_tokens = on_tokens
+
+    def began(self, run: str) -> None:
+        self.runs.append(run)
+
+    def has_prompt(self, tokens: int) -> None:
+        self.prompts.append(tokens)
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        self.tokens.extend(token_ids)
+        self._on_tokens(token_ids)
 
 
 @asynccontextmanager
@@ -50,7 +67,7 @@ async def connected(
 
 async def held(engine: LiveEngine, connection: HttpEngine) -> asyncio.Future[LineResult]:
     """An attempt at a line, which the engine has."""
-    attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+    attempt = asyncio.ensure_future(connection.run(request(), "scripted", Heard()))
     await engine.holds(1)
     return attempt
 
@@ -68,12 +85,27 @@ async def posting(
         yield lambda content: client.post("/coserve/lines", content=content)
 
 
+@asynccontextmanager
+async def answering(
+    content: bytes, status: int = 200, media_type: str = "application/x-ndjson"
+) -> AsyncGenerator[HttpEngine]:
+    """A connection to what answers each attempt so."""
+
+    async def answer_attempt() -> Response:
+        return Response(content, status, media_type=media_type)
+
+    app = FastAPI()
+    app.add_api_route("/coserve/lines", answer_attempt, methods=["POST"])
+    async with LiveApp(app) as server, HttpEngine(server.url, ADMIN_KEY) as connection:
+        yield connection
+
+
 async def test_an_answer_of_any_length_comes_over() -> None:
     long = {"text": "x" * 3_000_000, "usage": {}}
 
     backend = ScriptedBackend(answers=lambda _: LineResult(200, "id", long))
     async with connected(backend) as (_, connection):
-        assert (await connection.run(request(), "scripted", ignore)).body == long
+        assert (await connection.run(request(), "scripted", Heard())).body == long
 
 
 def beat_every(monkeypatch: pytest.MonkeyPatch, heartbeat_s: float, silent_s: float) -> None:
@@ -97,14 +129,14 @@ async def test_a_closed_engine_says_why_it_takes_no_line() -> None:
     async with connected() as (engine, connection):
         engine.lines.close("draining")
         with pytest.raises(LineMovedError, match="draining"):
-            await connection.run(request(), "scripted", ignore)
+            await connection.run(request(), "scripted", Heard())
 
 
 async def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_coserve.http_lines.http_engine._SILENT_S", 0.2)
     async with connected() as (engine, connection):
         with pytest.raises(EngineLostError, match="nothing"):
-            await connection.run(request(), "scripted", ignore)
+            await connection.run(request(), "scripted", Heard())
         await engine.holds(0)  # It notices that nobody listens.
 
 
@@ -112,7 +144,7 @@ async def test_many_lines_at_a_time_end_one_by_one() -> None:
     async with connected() as (engine, connection):
         names = [f"{n}" for n in range(50)]
         attempts = {
-            name: asyncio.ensure_future(connection.run(request(name), "scripted", ignore))
+            name: asyncio.ensure_future(connection.run(request(name), "scripted", Heard()))
             for name in names
         }
         await engine.holds(len(names))
@@ -131,8 +163,8 @@ async def test_tokens_that_cannot_be_taken_end_their_line_alone() -> None:
         raise OverflowError("no room")
 
     async with connected() as (engine, connection):
-        bad = asyncio.ensure_future(connection.run(request("bad"), "scripted", refuse))
-        good = asyncio.ensure_future(connection.run(request("good"), "scripted", ignore))
+        bad = asyncio.ensure_future(connection.run(request("bad"), "scripted", Heard(refuse)))
+        good = asyncio.ensure_future(connection.run(request("good"), "scripted", Heard()))
         await engine.holds(2)
         engine.backend.held("bad").generate(1)
         with pytest.raises(OverflowError):
@@ -150,24 +182,24 @@ async def test_a_failing_backend_and_what_json_cannot_say_fail_their_lines_alone
 
     async with connected(ScriptedBackend(answers=answers)) as (_, connection):
         fails, bad, good = await asyncio.gather(
-            connection.run(request("fails"), "scripted", ignore),
-            connection.run(request(bad=True), "scripted", ignore),
-            connection.run(request(), "scripted", ignore),
+            connection.run(request("fails"), "scripted", Heard()),
+            connection.run(request(bad=True), "scripted", Heard()),
+            connection.run(request(), "scripted", Heard()),
         )
         assert "out of luck" in fails.body["error"]["message"]
         for each in (fails, bad):
             assert (each.status_code, each.is_retryable) == (500, True)
         assert good.is_ok
         with pytest.raises(TypeError):
-            await connection.run(request(bad=object()), "scripted", ignore)
-        assert (await connection.run(request(), "scripted", ignore)).is_ok
+            await connection.run(request(bad=object()), "scripted", Heard())
+        assert (await connection.run(request(), "scripted", Heard())).is_ok
 
 
 async def test_a_line_that_is_too_large_ends_no_other() -> None:
     backend = ScriptedBackend(holds=True, limits=BodyLimits(max_bytes=1 << 10))
     async with connected(backend) as (engine, connection):
         small = await held(engine, connection)
-        large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
+        large = await connection.run(request(text="x" * 3_000_000), "scripted", Heard())
         assert (large.status_code, large.is_retryable) == (413, False)
         engine.backend.held("a").finish()
         assert (await small).is_ok
@@ -180,7 +212,7 @@ async def test_an_engine_that_dies_or_is_gone_is_lost() -> None:
         with pytest.raises(EngineLostError):
             await attempt
         with pytest.raises(EngineLostError):
-            await connection.run(request(), "scripted", ignore)
+            await connection.run(request(), "scripted", Heard())
 
 
 async def test_each_start_of_an_engine_has_a_name_of_its_own() -> None:
@@ -202,10 +234,10 @@ async def test_lines_go_elsewhere_while_the_model_is_exchanged_and_of_another_mo
         with pytest.raises(LineMovedError, match="exchanged"):
             await attempt
         with pytest.raises(LineMovedError, match="exchanged"):
-            await connection.run(request(), "scripted", ignore)
+            await connection.run(request(), "scripted", Heard())
         engine.backend.is_changing, engine.backend.model = False, "another"
         with pytest.raises(LineMovedError, match=r"another.*scripted"):
-            await connection.run(request(), "scripted", ignore)
+            await connection.run(request(), "scripted", Heard())
 
 
 async def test_lines_go_elsewhere_once_the_engine_serves_none_until_its_next_start() -> None:
@@ -216,7 +248,7 @@ async def test_lines_go_elsewhere_once_the_engine_serves_none_until_its_next_sta
         with pytest.raises(LineMovedError, match="no plans"):
             await attempt
         with pytest.raises(LineMovedError, match="no plans"):
-            await connection.run(request(), "scripted", ignore)
+            await connection.run(request(), "scripted", Heard())
         assert (await connection.report()).refuses == "no plans"
 
 
@@ -226,7 +258,7 @@ async def test_only_the_admin_key_opens_the_routes() -> None:
             with pytest.raises(EngineRefusesError, match="--engine-admin-key"):
                 await connection.report()
             with pytest.raises(EngineRefusesError, match="--engine-admin-key"):
-                await connection.run(request(), "scripted", ignore)
+                await connection.run(request(), "scripted", Heard())
         assert engine.backend.started == []
 
 
@@ -270,40 +302,63 @@ async def test_another_program_is_told_apart_and_the_key_is_sent_nowhere_else() 
 
 
 async def test_a_line_that_is_asked_back_comes_with_its_tokens_and_what_was_left_of_it() -> None:
-    async def run_one(connection: HttpEngine, engine: LiveEngine) -> LineResult:
-        task = asyncio.ensure_future(connection.run(request("more"), "scripted", lambda _: None))
-        await engine.holds(1)
-        engine.backend.held("more").finish()
-        return await task
-
     async with connected() as (engine, connection):
-        requests = [request("moves"), request("stays")]
-        heard: list[int] = []
-        prompts: list[int] = []
-        connection.hand_back(requests[0])  # Nobody has it yet.
-        tasks = [
-            asyncio.ensure_future(connection.run(each, "scripted", heard.extend, prompts.append))
-            for each in requests
-        ]
+        moves, stays = (replace(request(name), attempt=name) for name in ("moves", "stays"))
+        heard = Heard()
+        assert await connection.hand_back("moves")  # Nobody has it yet.
+        moving = asyncio.ensure_future(connection.run(moves, "scripted", heard))
+        staying = asyncio.ensure_future(connection.run(stays, "scripted", Heard()))
         await engine.holds(2)
         engine.backend.leaves = MovedKv("0" * 32, 48)
         for _ in range(2):
             engine.backend.held("moves").generate(2)
             await asyncio.sleep(0.05)
         for _ in range(2):
-            connection.hand_back(requests[0])
+            assert await connection.hand_back("moves")
         with pytest.raises(LineMovedError, match="asked for") as error:
-            await tasks[0]
+            await moving
         assert error.value.kv == engine.backend.leaves
-        assert heard == tokens_of("moves", 5)
-        assert prompts == [len("moves")]
-        connection.hand_back(requests[0])  # It has ended meanwhile.
+        assert heard.tokens == tokens_of("moves", 5)
+        assert heard.prompts == [len("moves")]
+        assert heard.runs == [(await connection.report()).run]
         engine.backend.leaves = None
-        connection.hand_back(requests[1])  # It cannot leave: it is aborted, and goes on elsewhere.
+        # It cannot leave: it is aborted, and goes on elsewhere.
+        assert await connection.hand_back("stays")
         with pytest.raises(LineMovedError) as error:
-            await tasks[1]
+            await staying
         assert error.value.kv is None
-        assert (await run_one(connection, engine)).is_ok
+        await engine.kill()
+        assert not await connection.hand_back("stays")
+
+
+async def test_an_event_that_only_newer_gateways_understand_is_passed_over() -> None:
+    async with answering(b'{"news": 1}\n' + encode_message(LineEvent((1, 2)))) as connection:
+        heard = Heard()
+        with pytest.raises(EngineLostError, match="before its result"):
+            await connection.run(request(), "scripted", heard)
+        assert heard.tokens == [1, 2]
+
+
+async def test_a_message_without_an_end_is_not_gathered_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sglang_coserve.http_lines.http_engine._MOST_MESSAGE_BYTES", 1 << 16)
+    async with answering(b"x" * (1 << 18)) as connection:
+        with pytest.raises(EngineRefusesError, match="message of more than"):
+            await connection.run(request(), "scripted", Heard())
+
+
+@pytest.mark.parametrize("status", [400, 413])
+async def test_what_a_proxy_refuses_is_an_attempt_and_what_the_engine_refuses_is_final(
+    status: int,
+) -> None:
+    async with answering(b"<html>too large</html>", status, "text/html") as connection:
+        result = await connection.run(request(), "scripted", Heard())
+        assert (result.status_code, result.is_retryable) == (0, True)
+        assert f"HTTP {status}" in result.body["error"]["message"]
+    async with answering(b'{"error": {}}', status, "application/json") as connection:
+        result = await connection.run(request(), "scripted", Heard())
+        assert (result.status_code, result.is_retryable) == (status, False)
 
 
 async def test_an_attempt_whose_client_has_hung_up_ends() -> None:
@@ -315,15 +370,6 @@ async def test_an_attempt_whose_client_has_hung_up_ends() -> None:
 
 
 async def test_an_answer_that_is_none_of_ours_is_told_apart() -> None:
-    async def other() -> Response:
-        return Response(b'{"tokens": "none"}\n', media_type="application/x-ndjson")
-
-    class Other(LiveApp):
-        def __init__(self) -> None:
-            app = FastAPI()
-            app.add_api_route("/coserve/lines", other, methods=["POST"])
-            super().__init__(app)
-
-    async with Other() as app, HttpEngine(app.url, ADMIN_KEY) as connection:
+    async with answering(b'{"tokens": "none"}\n') as connection:
         with pytest.raises(EngineRefusesError, match="LineEvent"):
-            await connection.run(request(), "scripted", ignore)
+            await connection.run(request(), "scripted", Heard())

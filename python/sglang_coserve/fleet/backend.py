@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -19,23 +21,24 @@ from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.fleet.delays import FleetDelays
 from sglang_coserve.fleet.engine import LINES_AHEAD, EngineState, RemoteEngine
 from sglang_coserve.fleet.line_placement.failure_streak import FAILURES_IN_A_ROW
+from sglang_coserve.fleet.line_placement.model_vote import served_model
 from sglang_coserve.fleet.line_placement.placement import (
     DEATHS_BEFORE_APART,
     LinePlacement,
     Placed,
 )
-from sglang_coserve.fleet.line_placement.served_model import served_model
 from sglang_coserve.fleet.optional_parts import LINE_MOVES
 from sglang_coserve.fleet.routed_engines import RoutedEngines
 from sglang_coserve.fleet.served_model import ServedModel
-from sglang_coserve.http_lines.http_engine import HttpEngine
+from sglang_coserve.http_lines.http_engine import AttemptListener, HttpEngine
 from sglang_coserve.http_lines.messages import EngineDelays, EngineLostError, EngineRefusesError
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.jsonl.request_line import asked_model, prefix_key
+from sglang_coserve.jsonl.request_line import asked_model, not_served, prefix_key
 from sglang_coserve.lines.backend import (
     Backend,
     BackendLoad,
     ChangeListeners,
+    FailureKind,
     LineMovedError,
     LineRequest,
     LineResult,
@@ -43,7 +46,8 @@ from sglang_coserve.lines.backend import (
     TokenRate,
 )
 from sglang_coserve.lines.background import TaskSupervisor, backoff_s
-from sglang_coserve.lines.result_record import error_message, usage_of
+from sglang_coserve.lines.result_record import error_code, error_message, usage_of
+from sglang_coserve.network import raised_open_files
 
 _LOOK_INTERVAL_S: Final = 0.5
 """How often an engine is asked how it stands. A window grows by ``LINES_AHEAD`` each time."""
@@ -54,10 +58,17 @@ often."""
 
 _FIRST_PAUSE_S: Final = 0.1
 _MOST_PAUSE_S: Final = 10.0
-"""Pauses before a line is sent again whose connection broke without a token."""
+"""Pauses before a line is sent again that was sent in vain."""
+
+_MOST_SETBACKS: Final = 8
+"""Attempts in a row without a token or an answer, which take some 20 s with their pauses."""
+
+_OTHER_FILES: Final = 256
+"""Open files beside the connections of lines: clients, the data directory, looks at engines."""
 
 _WATCH: Final = "engine_watch"
 _DELAYS: Final = "online_delays"
+_HAND_BACK: Final = "hand_back"
 """Names of tasks."""
 
 _NO_MORE: Final = "it is none of the fleet any more"
@@ -72,17 +83,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """An attempt at a line in one engine."""
+    """An attempt at a line in one engine.
+
+    ``line.attempt is attempt`` says that the attempt still counts. It does not once the engine's
+    death was noted: the line waits for another attempt, or has it already.
+    """
 
     engine: RemoteEngine
-    run: str | None
-    """The run of the engine that got the line."""
-
-    request: LineRequest | None = None
-    """The line as it was sent; None before."""
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    run: str | None = None
+    """The run of the engine that has the line; None before the engine has answered."""
 
     limit: asyncio.Timeout | None = None
-    """Ends the attempt once the engine has died without a word."""
+    """Ends the attempt, while it is made, once the engine has died without a word."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,22 +116,51 @@ class _Line:
     attempt: _Attempt | None = None
     """The attempt that is being made, or is to be made next; None while the line waits."""
 
-    is_given_up: bool = False
+    verdict: LineResult | None = None
+    """The result of a line that the fleet has given up."""
+
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when ``attempt`` or ``is_given_up`` is."""
+    """Set when ``attempt`` or ``verdict`` is."""
 
     deaths: list[str] = field(default_factory=list)
     """What was said of engines that died with the line."""
 
-    cuts: int = 0
-    """Connections in a row that broke before they brought tokens."""
+    setbacks: int = 0
+    """Attempts in a row that have brought no token and no answer."""
 
     async def next_attempt(self) -> _Attempt | None:
-        """Wait for the next attempt; None if the line is given up."""
-        while self.attempt is None and not self.is_given_up:
+        """Wait for the next attempt; None once there is a verdict."""
+        while self.attempt is None and self.verdict is None:
             self.changed.clear()
             await self.changed.wait()
         return self.attempt
+
+    def end(self, verdict: LineResult) -> None:
+        """Give the line up."""
+        self.verdict = verdict
+        self.changed.set()
+
+
+class _Listener(AttemptListener):
+    """Tells the fleet of an attempt."""
+
+    def __init__(self, fleet: FleetBackend, line: _Line, attempt: _Attempt) -> None:
+        self._fleet = fleet
+        self._line = line
+        self._attempt = attempt
+        self.num_tokens = 0
+
+    def began(self, run: str) -> None:
+        self._attempt.run = run
+        if self._line.attempt is self._attempt:
+            self._fleet.placement.began(self._line.number)
+
+    def has_prompt(self, tokens: int) -> None:
+        self._fleet.moves.has_prompt(self._line.number, tokens)
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        self.num_tokens += len(token_ids)
+        self._fleet.add_tokens(self._line, self._attempt, token_ids)
 
 
 class FleetBackend(Backend):
@@ -158,17 +200,20 @@ class FleetBackend(Backend):
         self.left_out: dict[str, str] = {}
         """Addresses that cannot be used, and why."""
 
-        self._placement = LinePlacement()
-        self._moves = LINE_MOVES()
+        self.placement = LinePlacement()
+        self.moves = LINE_MOVES()
         self._lines: dict[int, _Line] = {}
         self._numbers = count()
         self._rng = random.Random()
-        self._deaths: set[tuple[str, str | None]] = set()
-        """Addresses and runs of engines that seem to have died, until they answer."""
+        self._deaths: set[tuple[str, str]] = set()
+        """Addresses and runs of engines that seem to have died, until that is sure."""
 
         self._model: str | None = None
         self.served = ServedModel()
         """What engines of the model serve; while there are none, what they served last."""
+
+        self._most_lines = raised_open_files() - _OTHER_FILES
+        """Each line in flight has a connection of its own."""
 
         self._rate = TokenRate(monotonic_s)
         self._delays = FleetDelays()
@@ -197,11 +242,11 @@ class FleetBackend(Backend):
     @property
     def lines_waiting(self) -> int:
         """Lines for which no engine has room."""
-        return self._placement.num_waiting
+        return self.placement.num_waiting
 
     def lines_in(self, engine: RemoteEngine) -> int:
         """Return how many lines an engine has from here."""
-        return self._placement.in_flight(engine.url)
+        return self.placement.in_flight(engine.url)
 
     def set_engines(self, urls: Iterable[str]) -> None:
         """Say which engines there are.
@@ -212,7 +257,8 @@ class FleetBackend(Backend):
         wanted = dict.fromkeys(urls)
         self._wanted = frozenset(wanted)
         for url in self._engines.keys() - self._wanted:
-            self._close(self._engines[url], EngineState.DRAINING, _NO_MORE)
+            engine = self._engines[url]
+            self._close(engine, partial(engine.set_state, EngineState.DRAINING, _NO_MORE))
         left_out = {}
         for url in wanted:
             try:
@@ -283,7 +329,9 @@ class FleetBackend(Backend):
             sum(rates) if rates else None,
             total_tokens=self._rate.total_tokens,
             # More lines than fit, among which each engine finds lines of its own prefixes.
-            max_in_flight=max(1, sum(engine.window + LINES_AHEAD for engine in up)),
+            max_in_flight=max(
+                1, min(self._most_lines, sum(engine.window + LINES_AHEAD for engine in up))
+            ),
             num_engines=max(1, len(up)),
         )
 
@@ -312,151 +360,135 @@ class FleetBackend(Backend):
         line = _Line(number, request, on_tokens, self.model, asked, list(request.generated))
         self._lines[number] = line
         try:
-            self._carry_out(self._placement.offer(number, prefix_key(request.body), asked))
+            self._carry_out(self.placement.offer(number, prefix_key(request.body), asked))
             while (attempt := await line.next_attempt()) is not None:
                 result = await self._try(line, attempt)
                 if result is not None:
                     return result
-            return self._given_up(line)
+            assert line.verdict is not None
+            return line.verdict
         finally:
             del self._lines[number]
-            self._moves.end(number)
-            if not line.is_given_up:
-                self._carry_out(self._placement.end(number))
+            self.moves.end(number)
+            if line.verdict is None:
+                self._carry_out(self.placement.end(number))
 
     async def _try(self, line: _Line, attempt: _Attempt) -> LineResult | None:
         """Make an attempt; return its result, or None once the line waits for another one."""
         number, engine = line.number, attempt.engine
         generated = tuple(line.generated)
-        attempt.request = replace(line.request, generated=generated, kv=line.kv)
-        self._moves.start(number, engine.url, len(generated), self._monotonic_s())
-        placed: list[Placed] = []
+        request = replace(line.request, generated=generated, kv=line.kv, attempt=attempt.name)
+        self.moves.start(number, engine.url, len(generated), self._monotonic_s())
+        line.setbacks += 1
         limit = asyncio.timeout(None)
         try:
             async with limit:
                 attempt.limit = limit
                 try:
-                    return await self._run(line, attempt)
+                    return await self._run(line, attempt, request)
                 finally:
                     attempt.limit = None
         except LineMovedError as error:
             # What an engine has left of a line is good until another one has taken it.
             line.kv = error.kv or line.kv
-            placed = self._moved(line, attempt, str(error))
+            return await self._moved(line, attempt, str(error))
         except EngineRefusesError as error:
             self.ends["moved"] += 1
-            self._close(engine, EngineState.REFUSING, str(error))
-            placed = self._offer_again(line, attempt)
+            why = str(error)
+            self._close(engine, partial(engine.rest, why))
+            return await self._offer_again(line, attempt, why)
         except EngineLostError as error:
-            placed = await self._lost(line, attempt, str(error))
+            return await self._lost(line, attempt, str(error))
         except TimeoutError:
             if not limit.expired():
                 raise
+            return None
         finally:
-            self._moves.stop(number)
-        self._carry_out(placed)
-        return None
+            self.moves.stop(number)
 
-    async def _run(self, line: _Line, attempt: _Attempt) -> LineResult:
-        engine, number, request = attempt.engine, line.number, attempt.request
-        assert request is not None
-        moves, num_received = self._moves, 0
-
-        def receive(tokens: Sequence[int]) -> None:
-            nonlocal num_received
-            num_received += len(tokens)
-            moves.add_tokens(number, len(tokens), self._monotonic_s())
-            self._count_tokens(engine, len(tokens))
-            line.generated.extend(tokens)
-            line.cuts = 0
-            if line.attempt is attempt:
-                self._carry_out(self._placement.progressed(number))
-            line.on_tokens(tokens)
-
+    async def _run(self, line: _Line, attempt: _Attempt, request: LineRequest) -> LineResult | None:
+        engine, listener = attempt.engine, _Listener(self, line, attempt)
         with engine.rate.in_flight(), self._rate.in_flight():
-            result = await engine.http.run(
-                request, line.model, receive, lambda tokens: moves.has_prompt(number, tokens)
-            )
-            if result.status_code == HTTPStatus.NOT_FOUND and line.asked is not None:
-                # Another engine has the adapter: this one has unloaded it just now.
-                raise LineMovedError(f"{engine.url} does not have {line.asked}")
-            self._judge(engine, result)
-            self._count_tokens(engine, max(0, usage_of(result.body).total_tokens - num_received))
+            result = await engine.http.run(request, line.model, listener)
+            tokens = usage_of(result.body).total_tokens - listener.num_tokens
+            self._count_tokens(engine, max(0, tokens))
+        if self._may_be_elsewhere(line, engine, result):
+            await self._look_at(engine)
+            # Where the engine still says that it has the adapter, the answer is final.
+            if line.asked not in engine.models:
+                return await self._offer_again(line, attempt, f"{engine.url} has no {line.asked}")
+        self._judge(engine, result)
         return result
 
-    def _moved(self, line: _Line, attempt: _Attempt, why: str) -> list[Placed]:
+    def add_tokens(self, line: _Line, attempt: _Attempt, token_ids: Sequence[int]) -> None:
+        """Take tokens of a line that its engine has generated."""
+        self.moves.add_tokens(line.number, len(token_ids), self._monotonic_s())
+        self._count_tokens(attempt.engine, len(token_ids))
+        line.generated.extend(token_ids)
+        line.setbacks = 0
+        if line.attempt is attempt:
+            self._carry_out(self.placement.add_tokens(line.number, len(token_ids)))
+        line.on_tokens(token_ids)
+
+    def _may_be_elsewhere(self, line: _Line, engine: RemoteEngine, result: LineResult) -> bool:
+        """Return whether the engine has unloaded the adapter that a line asks for."""
+        if result.status_code != HTTPStatus.NOT_FOUND or line.asked in engine.models[:1]:
+            return False
+        return line.asked is not None and error_code(result.body) == "model_not_found"
+
+    async def _moved(self, line: _Line, attempt: _Attempt, why: str) -> LineResult | None:
         """Have a line that its engine gave back go on: in the engine that pulls it, or anywhere."""
-        move = self._moves.move_of(line.number)
+        engine, move = attempt.engine, self.moves.move_of(line.number)
         if move is None:
             self.ends["moved"] += 1
-            self._close(attempt.engine, EngineState.DRAINING, why)
+            self._close(engine, partial(engine.set_state, EngineState.DRAINING, why))
         elif move.to is None:
             self.ends["returned"] += 1
         elif line.attempt is attempt:
             self.ends["pulled"] += 1
             line.attempt = None
-            return self._placement.move(line.number, move.to)
-        return self._offer_again(line, attempt)
+            self._carry_out(self.placement.move(line.number, move.to))
+            return None
+        return await self._offer_again(line, attempt, why, is_fault=False)
 
-    async def _lost(self, line: _Line, attempt: _Attempt, why: str) -> list[Placed]:
+    async def _lost(self, line: _Line, attempt: _Attempt, why: str) -> LineResult | None:
         """Find out what became of an engine with which the connection broke.
 
-        If the same run of it answers, only the connection was lost: the line continues after its
-        tokens. Otherwise the engine has died, with all lines in it; if it answers later after all,
-        that is taken back (``_note_alive``).
+        If the same run of it answers, or the engine never had the line, the line continues after
+        its tokens. Otherwise the engine seems to have died, with all lines in that run.
         """
         engine = attempt.engine
         await self._look_at(engine)
-        if line.attempt is not attempt:
-            return []  # The engine's death was noted meanwhile, and the line waits again.
-        if engine.run == attempt.run and engine.state is not EngineState.DOWN:
+        if line.attempt is attempt and attempt.run is not None and not engine.answers:
+            self._died(engine, attempt.run, why)
+        if line.attempt is attempt:
             self.ends["cut"] += 1
-            line.cuts += 1
-            # A proxy may cut every connection at once.
-            await asyncio.sleep(backoff_s(line.cuts, _FIRST_PAUSE_S, _MOST_PAUSE_S, self._rng))
-            return self._offer_again(line, attempt)
-        self._died(engine, attempt.run, why)
-        return []
+            return await self._offer_again(line, attempt, why)
+        return None
 
-    def _offer_again(self, line: _Line, attempt: _Attempt) -> list[Placed]:
-        if line.attempt is not attempt:
-            return []
-        line.attempt = None
-        return self._placement.offer_again(line.number)
+    async def _offer_again(
+        self, line: _Line, attempt: _Attempt, why: str, *, is_fault: bool = True
+    ) -> LineResult | None:
+        """Have a line wait again, after a pause that grows with its setbacks.
 
-    def _died(self, engine: RemoteEngine, run: str | None, why: str) -> None:
-        """Have the lines of an engine that has died go on elsewhere."""
-        lines = [
-            line
-            for line in self._lines.values()
-            if line.attempt is not None and line.attempt.engine is engine
-        ]
-        now_s = asyncio.get_running_loop().time()
-        for line in lines:
-            assert line.attempt is not None
-            if line.attempt.limit is not None:
-                line.attempt.limit.reschedule(now_s)
+        A line with many setbacks ends as a failed attempt of its own: whoever keeps it counts
+        them. ``is_fault`` is False if neither the engine nor the line is at fault.
+        """
+        if is_fault and line.setbacks >= _MOST_SETBACKS:
+            return LineResult.unserved("connection_lost", why, FailureKind.LOST)
+        if is_fault or line.setbacks > 1:
+            pause_s = backoff_s(line.setbacks, _FIRST_PAUSE_S, _MOST_PAUSE_S, self._rng)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    while line.attempt is attempt and line.verdict is None:
+                        line.changed.clear()
+                        await line.changed.wait()
+        if line.attempt is attempt:
+            if line.asked not in (None, *self.served.names):
+                return self._not_served(line)
             line.attempt = None
-            line.deaths.append(why)
-        self.ends["lost"] += len(lines)
-        engine.lines_lost += len(lines)
-        self._deaths.add((engine.url, run))
-        self._close(engine, EngineState.DOWN, why)
-        placed, given_up = self._placement.engine_died(engine.url, (engine.url, run))
-        for number in given_up:
-            line = self._lines[number]  # type: ignore[index]
-            line.is_given_up = True
-            line.changed.set()
-        self._carry_out(placed)
-
-    def _given_up(self, line: _Line) -> LineResult:
-        self.ends["given_up"] += 1
-        message = (
-            f"engines ended while they served this line, the last one with no other line beside it;"
-            f" it is not tried again ({'; '.join(line.deaths[-DEATHS_BEFORE_APART - 1 :])})"
-        )
-        _log.error("%s, line %d: %s", line.request.batch_id, line.request.line, message)
-        return LineResult.unserved("engine_failed", message)
+            self._carry_out(self.placement.offer_again(line.number))
+        return None
 
     def _judge(self, engine: RemoteEngine, result: LineResult) -> None:
         """Let an engine rest that fails on one line after the other."""
@@ -464,11 +496,13 @@ class FleetBackend(Backend):
             engine.lines_served += 1
             engine.streak.succeeded()
             return
+        if result.kind is not FailureKind.FAILED:
+            return
         now_s = self._monotonic_s()
         engine.streak.failed(now_s)
         if engine.streak.is_resting(now_s):
             reason = f"{FAILURES_IN_A_ROW} lines in a row failed: {error_message(result.body)}"
-            self._close(engine, EngineState.FAILING, reason)
+            self._close(engine, partial(engine.set_state, EngineState.FAILING, reason))
 
     def _count_tokens(self, engine: RemoteEngine, tokens: int) -> None:
         engine.rate.add(tokens)
@@ -477,30 +511,99 @@ class FleetBackend(Backend):
     def _carry_out(self, placed: Iterable[Placed]) -> None:
         for number, url in placed:
             line = self._lines[number]  # type: ignore[index]
-            engine = self._engines[url]
-            line.attempt = _Attempt(engine, engine.run)
+            line.attempt = _Attempt(self._engines[url])
             line.changed.set()
+
+    # --- deaths of engines ---
+
+    def _died(self, engine: RemoteEngine, run: str, why: str) -> None:
+        """Have the lines of a run of an engine, which seems to have ended, go on elsewhere."""
+        death = (engine.url, run)
+        lines = [
+            line
+            for line in self._lines.values()
+            if (attempt := line.attempt) is not None
+            and attempt.engine is engine
+            # Lines that a run has not got yet may be on their way to the next one.
+            and (attempt.run == run or (attempt.run is None and not engine.answers))
+        ]
+        now_s = asyncio.get_running_loop().time()
+        for line in lines:
+            assert line.attempt is not None
+            if line.attempt.limit is not None:
+                line.attempt.limit.reschedule(now_s)
+            line.attempt = None
+            line.changed.set()
+            line.deaths.append(why)
+        self.ends["lost"] += len(lines)
+        engine.lines_lost += len(lines)
+        self._deaths.add(death)
+        if not engine.answers:
+            self._close(engine, partial(engine.set_state, EngineState.DOWN, why))
+        self._carry_out(
+            self.placement.engine_died(engine.url, death, [line.number for line in lines])
+        )
+
+    def _note_deaths(self, engine: RemoteEngine) -> None:
+        """Find out whether a run of an engine has ended, now that the engine was looked at.
+
+        A run has ended once another run answers, or nothing does for long. A run that answers again
+        has not ended.
+        """
+        url, run = engine.url, engine.run
+        if engine.is_dead and run is not None and self.placement.in_flight(url):
+            self._died(engine, run, f"{url}: {engine.reason}")
+        if engine.answers:
+            attempts = [line.attempt for line in self._lines.values() if line.attempt is not None]
+            runs = {attempt.run for attempt in attempts if attempt.engine is engine}
+            for ended in runs - {run, None}:
+                assert ended is not None
+                self._died(engine, ended, f"{url} was started again")
+        for death in [each for each in self._deaths if each[0] == url]:
+            if engine.answers and death[1] == run:
+                self._deaths.remove(death)
+                self._carry_out(self.placement.withdraw(death))
+            elif engine.answers or engine.is_dead:
+                self._prove(death)
+
+    def _prove(self, death: tuple[str, str]) -> None:
+        """Note that a run of an engine has ended for sure; give up the line that ends engines."""
+        self._deaths.remove(death)
+        placed, given_up = self.placement.prove(death)
+        for number in given_up:
+            line = self._lines[number]  # type: ignore[index]
+            self.ends["given_up"] += 1
+            reasons = "; ".join(line.deaths[-DEATHS_BEFORE_APART - 1 :])
+            message = (
+                "engines ended while they served this line, the last one with no other line beside"
+                f" it; it is not tried again ({reasons})"
+            )
+            _log.error("%s, line %d: %s", line.request.batch_id, line.request.line, message)
+            line.end(LineResult.unserved("engine_failed", message))
+        self._carry_out(placed)
 
     # --- looking after engines ---
 
-    def _close(self, engine: RemoteEngine, state: EngineState, reason: str) -> None:
+    def _close(self, engine: RemoteEngine, set_state: Callable[[], None]) -> None:
         """Give an engine nothing until it was looked at again."""
         if engine.is_up:
-            _log.warning("no more lines for %s: %s", engine.url, reason)
-            engine.set_state(state, reason)
+            set_state()
+            _log.warning("no more lines for %s: %s", engine.url, engine.reason)
             self._update_placement(engine)
 
     async def _watch(self, engine: RemoteEngine) -> None:
         """Look at an engine again and again, until it is none of the fleet any more."""
         url = engine.url
-        while url in self._wanted or self._placement.in_flight(url):
+        while url in self._wanted or self.placement.in_flight(url):
             await self._look_at(engine)
             await asyncio.sleep(max(self._look_interval_s, len(self._engines) / _LOOKS_PER_S))
         if self._engines.get(url) is engine:
             engine.set_state(EngineState.DOWN, _NO_MORE)
             self._update_placement(engine)
-            self._placement.remove_engine(url)
+            self.placement.remove_engine(url)
             del self._engines[url], self._watching[url]
+            for death in [each for each in self._deaths if each[0] == url]:
+                self._prove(death)
         await engine.http.close()
 
     async def _look_at(self, engine: RemoteEngine) -> None:
@@ -514,31 +617,21 @@ class FleetBackend(Backend):
         if engine.state is not before:
             reason = f": {engine.reason}" if engine.reason else ""
             _log.warning("%s is %s%s", url, engine.state.value, reason)
-        self._note_alive(engine)
-        if engine.is_dead and self._placement.in_flight(url):
-            self._died(engine, engine.run, f"{url}: {engine.reason}")
+        if self._engines.get(url) is not engine:
+            return  # It was forgotten meanwhile.
+        self._note_deaths(engine)
         if url not in self._wanted and engine.is_up:
             engine.set_state(EngineState.DRAINING, _NO_MORE)
         self._choose_model()
         self._update_placement(engine)
         self._ask_back(engine)
 
-    def _note_alive(self, engine: RemoteEngine) -> None:
-        """Note that lines have not caused the death of an engine that goes on, or that an engine
-        which was started again has died before."""
-        if engine.state in (EngineState.DOWN, EngineState.STUCK, EngineState.REFUSING):
-            return
-        for death in [each for each in self._deaths if each[0] == engine.url]:
-            self._deaths.remove(death)
-            if death[1] == engine.run:
-                self._carry_out(self._placement.withdraw(death))
-
     def _update_placement(self, engine: RemoteEngine) -> None:
-        changed = self._moves.set_engine(engine.url, engine.pool, is_open=self._is_open(engine))
+        changed = self.moves.set_engine(engine.url, engine.pool, is_open=self._is_open(engine))
         for url, begins_lines in changed.items():
             known = self._engines[url]
             self._carry_out(
-                self._placement.set_engine(
+                self.placement.set_engine(
                     url, window=known.window, is_open=begins_lines, models=known.models
                 )
             )
@@ -549,10 +642,16 @@ class FleetBackend(Backend):
         if report is None or not self._is_open(engine):
             return
         now_s = self._monotonic_s()
-        for number, _ in self._moves.look(engine.url, report.wants, report.waiting, now_s):
-            attempt = self._lines[number].attempt  # type: ignore[index]
-            if attempt is not None and attempt.request is not None:
-                attempt.engine.http.hand_back(attempt.request)
+        for number, _ in self.moves.look(engine.url, report.wants, report.waiting, now_s):
+            line = self._lines[number]  # type: ignore[index]
+            if line.attempt is not None:
+                handing = partial(self._hand_back, line, line.attempt)
+                self._background.start(_HAND_BACK, handing, engine.url)
+
+    async def _hand_back(self, line: _Line, attempt: _Attempt) -> None:
+        """Ask the engine for a line; forget the move if the engine does not listen."""
+        if not await attempt.engine.http.hand_back(attempt.name) and line.attempt is attempt:
+            self.moves.stay(line.number)
 
     def _is_open(self, engine: RemoteEngine) -> bool:
         return engine.is_up and engine.model == self._model
@@ -569,13 +668,27 @@ class FleetBackend(Backend):
             names = dict.fromkeys(name for report in reports for name in report.models)
             endpoints = frozenset.intersection(*(frozenset(one.endpoints) for one in reports))
             limits = _least([report.limits for report in reports])
+            before = self.served.names
             self.served = ServedModel(tuple(names), tuple(sorted(endpoints)), limits)
+            if self.served.names != before:
+                self._end_without_model()
         if has_changed:
             _log.warning("%d of %d engines have the model %s", len(reports), len(listed), model)
             for engine in self.engines:
                 self._update_placement(engine)
             self._has_model.set()
             self._listeners.tell()
+
+    def _end_without_model(self) -> None:
+        """Answer lines that wait for an adapter which no engine has any more."""
+        for line in self._lines.values():
+            if line.asked not in (None, *self.served.names) and line.attempt is None:
+                self._carry_out(self.placement.end(line.number))
+                line.end(self._not_served(line))
+
+    def _not_served(self, line: _Line) -> LineResult:
+        body = {"error": not_served(line.asked, self.served.names)}
+        return LineResult(HTTPStatus.NOT_FOUND.value, "", body)
 
 
 def _least(limits: Sequence[BodyLimits]) -> BodyLimits:

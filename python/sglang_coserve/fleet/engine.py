@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from enum import Enum
-from typing import Final
+from typing import Final, get_args
 
 from sglang_coserve.config.coserve import Pool
 from sglang_coserve.fleet.line_placement.failure_streak import FailureStreak
@@ -92,7 +92,7 @@ class RemoteEngine:
 
         self._looking = asyncio.Lock()
         self._looked_s = -math.inf
-        """When the last look began."""
+        """When the last look began that was finished."""
 
     @property
     def url(self) -> str:
@@ -112,7 +112,8 @@ class RemoteEngine:
     @property
     def pool(self) -> Pool | None:
         """The pool that it was of last."""
-        return None if self.last_report is None else self.last_report.pool
+        named = None if self.last_report is None else self.last_report.pool
+        return next((pool for pool in get_args(Pool) if pool == named), None)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -125,11 +126,21 @@ class RemoteEngine:
         return self.state is EngineState.UP
 
     @property
+    def answers(self) -> bool:
+        """True if it was heard of in the last look, its schedulers included."""
+        return self.state not in (EngineState.DOWN, EngineState.STUCK, EngineState.REFUSING)
+
+    @property
     def is_dead(self) -> bool:
         """True if it has been stuck, or has not answered, for so long that its lines go on in other
         engines."""
         is_silent = self.state in (EngineState.DOWN, EngineState.STUCK)
         return is_silent and self._monotonic_s() - self._alive_s >= _DEAD_S
+
+    def rest(self, reason: str) -> None:
+        """Let it rest, as an engine that fails on every line."""
+        self.streak.rest(self._monotonic_s())
+        self.set_state(EngineState.FAILING, reason)
 
     def set_state(self, state: EngineState, reason: str | None) -> None:
         """Note whether it takes lines; ``look`` finds out when that changes back."""
@@ -146,8 +157,9 @@ class RemoteEngine:
         async with self._looking:
             if self._looked_s >= called_s:
                 return False
-            self._looked_s = now_s()
+            began_s = now_s()
             await self._look()
+            self._looked_s = began_s
             return True
 
     async def _look(self) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 
 from sglang_coserve.errors import ServerError
+from sglang_coserve.http_lines.http_engine import AttemptListener
 from sglang_coserve.http_lines.messages import (
     EngineDelays,
     EngineLostError,
@@ -23,7 +23,7 @@ from sglang_coserve.http_lines.messages import (
     EngineReport,
 )
 from sglang_coserve.http_lines.plain_server import PlainServer
-from sglang_coserve.lines.backend import FailureKind, LineMovedError, LineRequest, LineResult
+from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.network import http_address
 
 KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
@@ -71,7 +71,7 @@ class RoutedEngines:
         """
         content = await self.ask(_MODELS_PATH)
         try:
-            models = tuple(str(card["id"]) for card in json.loads(content)["data"])
+            models = tuple(sorted(str(card["id"]) for card in json.loads(content)["data"]))
         except (ValueError, LookupError, TypeError) as error:
             message = f"{self.url}{_MODELS_PATH} does not list models: {error!r}"
             raise EngineRefusesError(message) from None
@@ -79,7 +79,7 @@ class RoutedEngines:
             raise EngineLostError(f"{self.url} serves no model now")
         return EngineReport(
             run=self.url,
-            model=models[0],
+            model=self.url,
             models=models,
             endpoints=_ENDPOINTS,
             lines=self._num_lines,
@@ -108,19 +108,13 @@ class RoutedEngines:
         is_gone = answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         raise EngineLostError(message) if is_gone else EngineRefusesError(message)
 
-    async def run(
-        self,
-        request: LineRequest,
-        _model: str,
-        _on_tokens: Callable[[Sequence[int]], None],
-        _on_prompt: Callable[[int], None] = lambda _: None,
-    ) -> LineResult:
+    async def run(self, request: LineRequest, _model: str, listener: AttemptListener) -> LineResult:
         """Make one attempt at a line. All tokens come with the answer.
 
+        A failure is a result: nobody knows which engine it was, so the line may be at fault.
+
         Raises:
-            LineMovedError: the router has no room now.
-            EngineLostError: it cannot be reached.
-            EngineRefusesError: it refuses the key.
+            EngineRefusesError: the router refuses the key.
         """
         if not self._is_open:
             self._is_open = True
@@ -130,22 +124,15 @@ class RoutedEngines:
             left_s = max(0.0, request.deadline_s - time.time())
             headers[_DEADLINE_HEADER] = f"{left_s:.0f}s"
         self._num_lines += 1
+        listener.began(self.url)
         try:
-            result = await self._server.post(request, headers=headers)
+            return await self._server.post(request, headers=headers)
         except ServerError as error:
             message = f"{self.url}: {error}: for a gateway, that is {KEY_VARIABLE}"
             raise EngineRefusesError(message) from None
         finally:
             self._num_lines -= 1
-        if result.is_retryable and result.kind is FailureKind.UNREACHABLE:
-            raise EngineLostError(_reason(result.body))
-        if result.is_retryable and result.kind is FailureKind.UNAVAILABLE:
-            raise LineMovedError(f"{self.url}: HTTP {result.status_code}")
-        return result
 
-    def hand_back(self, request: LineRequest) -> None:
-        """Do nothing: a router hands no line back."""
-
-
-def _reason(body: Any) -> str:
-    return str(body["error"]["message"])
+    async def hand_back(self, _attempt: str) -> bool:
+        """Return False: a router hands no line back."""
+        return False

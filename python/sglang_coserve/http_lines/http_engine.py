@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
-from typing import Final, Self, TypeVar
+from typing import Final, Protocol, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -18,17 +17,18 @@ from sglang_coserve.http_lines.messages import (
     HAND_BACK_PATH,
     HEARTBEAT_S,
     LINES_PATH,
+    RUN_HEADER,
     EngineDelays,
     EngineLostError,
     EngineRefusesError,
     EngineReport,
+    HandBack,
     LineEvent,
-    LineName,
     decode_message,
     encode_message,
     refusal_text,
 )
-from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult
+from sglang_coserve.lines.backend import FailureKind, LineMovedError, LineRequest, LineResult
 from sglang_coserve.network import http_address
 
 _CONNECT_TIMEOUT_S: Final = 5.0
@@ -37,6 +37,16 @@ _ASK_TIMEOUT_S: Final = 10.0
 
 _SILENT_S: Final = 4 * HEARTBEAT_S
 """An engine that has been silent for so long hangs, or the connection to it does."""
+
+_SLOWEST_BYTES_PER_S: Final = 128 << 10
+"""A line may be sent as slowly as this before its engine counts as silent. A proxy takes the whole
+line before the engine gets any of it."""
+
+_MOST_MESSAGE_BYTES: Final = 256 << 20
+"""Far more than any result: 100,000 tokens with 20 log-probabilities each are 200 MB."""
+
+_MOST_TEXT_BYTES: Final = 1 << 20
+"""Of an answer that is no stream of events."""
 
 _KEEPALIVE_S: Final = 60.0
 """Half of the time for which engines keep idle connections (``asgi.IDLE_CONNECTION_S``)."""
@@ -47,7 +57,18 @@ _HEADERS: Final = {"content-type": "application/json"}
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
-_log = logging.getLogger(__name__)
+
+class AttemptListener(Protocol):
+    """Hears of an attempt while it is made."""
+
+    def began(self, run: str) -> None:
+        """Hear that a run of the engine has the line."""
+
+    def has_prompt(self, tokens: int) -> None:
+        """Hear how long the prompt is, if the engine could hand the line back."""
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Hear of new tokens."""
 
 
 class HttpEngine:
@@ -67,7 +88,6 @@ class HttpEngine:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(None, sock_connect=_CONNECT_TIMEOUT_S),
         )
-        self._handing_back: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -99,7 +119,7 @@ class HttpEngine:
         timeout = aiohttp.ClientTimeout(_ASK_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
         try:
             async with self._session.get(path, timeout=timeout, allow_redirects=False) as answer:
-                content = await answer.read()
+                content = await _text(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineLostError(f"{self.url}: {_reason(error)}") from None
         if answer.status == HTTPStatus.OK:
@@ -115,17 +135,8 @@ class HttpEngine:
 
     # --- lines ---
 
-    async def run(
-        self,
-        request: LineRequest,
-        model: str,
-        on_tokens: Callable[[Sequence[int]], None],
-        on_prompt: Callable[[int], None] = lambda _: None,
-    ) -> LineResult:
+    async def run(self, request: LineRequest, model: str, listener: AttemptListener) -> LineResult:
         """Make one attempt at a line, as ``LineBackend.run``, with the engine's ``model``.
-
-        ``on_prompt`` is called before the first tokens with the length of the prompt, if the engine
-        could hand the line back.
 
         Raises:
             LineMovedError: the engine does not have the line any more, and others may.
@@ -136,26 +147,24 @@ class HttpEngine:
         loop = asyncio.get_running_loop()
         try:
             async with (
-                asyncio.timeout(_SILENT_S) as silence,
+                asyncio.timeout(_SILENT_S + len(content) / _SLOWEST_BYTES_PER_S) as silence,
                 self._session.post(
                     LINES_PATH, data=content, headers=_HEADERS, allow_redirects=False
                 ) as answer,
             ):
                 if answer.status != HTTPStatus.OK:
-                    return self._refused(answer.status, await answer.read())
+                    return self._refused(answer, await _text(answer))
+                listener.began(answer.headers.get(RUN_HEADER, ""))
                 rest: list[bytes] = []
                 async for chunk in answer.content.iter_any():
                     silence.reschedule(loop.time() + _SILENT_S)
                     for line in ended_lines(rest, chunk):
-                        event = self._event(line)
-                        if event.tokens:
-                            if event.prompt_tokens:
-                                on_prompt(event.prompt_tokens)
-                            on_tokens(event.tokens)
-                        elif event.result is not None:
-                            return event.result
-                        else:
-                            raise LineMovedError(f"{self.url}: {event.moved}", event.kv)
+                        result = self._hear(line, listener)
+                        if result is not None:
+                            return result
+                    if sum(map(len, rest)) > _MOST_MESSAGE_BYTES:
+                        message = f"a message of more than {_MOST_MESSAGE_BYTES >> 20} MiB"
+                        raise EngineRefusesError(f"{self.url}{LINES_PATH}: {message}")
             raise EngineLostError(f"{self.url}: the answer ended before its result")
         except TimeoutError as error:
             if isinstance(error, aiohttp.ClientError):  # It could not be connected to.
@@ -165,44 +174,51 @@ class HttpEngine:
         except (aiohttp.ClientError, OSError) as error:
             raise EngineLostError(f"{self.url}: {_reason(error)}") from None
 
-    def hand_back(self, request: LineRequest) -> None:
-        """Ask that a line that is being run be handed back with its KV, as in a drain.
+    async def hand_back(self, attempt: str) -> bool:
+        """Ask that the line of an attempt be handed back with its KV, as in a drain.
 
-        ``run`` then raises ``LineMovedError``, unless the line ends before. Only for engines that
-        are of a pool: others end the attempt.
+        ``run`` then raises ``LineMovedError``, unless the line ends before. Returns False if the
+        engine has not taken the call. Only for engines of a pool: others end the attempt.
         """
-        asking = asyncio.create_task(self._hand_back(LineName(request.batch_id, request.line)))
-        self._handing_back.add(asking)
-        asking.add_done_callback(self._handing_back.discard)
-
-    async def _hand_back(self, line: LineName) -> None:
         timeout = aiohttp.ClientTimeout(_ASK_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
-        content = encode_message(line)
+        content = encode_message(HandBack(attempt))
         try:
             async with self._session.post(
                 HAND_BACK_PATH, data=content, headers=_HEADERS, timeout=timeout
-            ):
-                pass
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            # The line goes on where it is.
-            _log.warning("%s does not hand a line back: %s", self.url, _reason(error))
+            ) as answer:
+                return answer.ok
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
 
-    def _event(self, line: bytes) -> LineEvent:
+    def _hear(self, line: bytes, listener: AttemptListener) -> LineResult | None:
+        """Pass an event on to the listener; return the result if the event has one."""
         try:
-            return decode_message(line, LineEvent)
+            event = decode_message(line, LineEvent)
         except RequestError as error:
             raise EngineRefusesError(f"{self.url}{LINES_PATH}: {error}") from None
+        if event.tokens:
+            if event.prompt_tokens:
+                listener.has_prompt(event.prompt_tokens)
+            listener.add_tokens(event.tokens)
+        elif event.moved is not None:
+            raise LineMovedError(f"{self.url}: {event.moved}", event.kv)
+        return event.result  # None, too, for an event that only newer gateways understand.
 
-    def _refused(self, status: int, content: bytes) -> LineResult:
-        """Return the outcome of a line that the engine cannot take, whatever its state.
+    def _refused(self, answer: aiohttp.ClientResponse, content: bytes) -> LineResult:
+        """Return the outcome of a line that the engine, or a proxy before it, does not take.
 
         Raises:
             EngineLostError, EngineRefusesError: the line is not at fault.
         """
+        status = answer.status
         if status not in _BAD_ATTEMPTS:
             raise self._error(LINES_PATH, status, content)
         text = content[:300].decode(errors="replace").strip()
-        return LineResult.refused(status, f"the engine refuses the line: {text}")
+        is_engines = answer.content_type == "application/json"
+        if is_engines:
+            return LineResult.refused(status, f"the engine refuses the line: {text}")
+        message = f"what stands before {self.url} answers HTTP {status} ({text})"
+        return LineResult.unserved("refused_by_proxy", message, FailureKind.FAILED)
 
     def _error(
         self, path: str, status: int, content: bytes
@@ -235,6 +251,18 @@ def ended_lines(rest: list[bytes], chunk: bytes) -> Iterator[bytes]:
         if line:
             yield line
     rest.append(last)
+
+
+async def _text(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the beginning of an answer that is no stream of events."""
+    parts: list[bytes] = []
+    size_bytes = 0
+    async for part in answer.content.iter_any():
+        parts.append(part)
+        size_bytes += len(part)
+        if size_bytes > _MOST_TEXT_BYTES:
+            break
+    return b"".join(parts)
 
 
 def _reason(error: BaseException) -> str:

@@ -28,8 +28,8 @@ from sglang_coserve.http_lines.messages import (
     RUN_HEADER,
     EngineDelays,
     EngineReport,
+    HandBack,
     LineEvent,
-    LineName,
     decode_message,
     encode_message,
 )
@@ -223,10 +223,10 @@ class LineServer:
         """Take lines again after ``close``."""
         self._closed = None
 
-    def hand_back(self, line: LineName) -> None:
-        """Give one line back with its KV, if the engine has the line."""
+    def hand_back(self, name: str) -> None:
+        """Give the line of an attempt back with its KV, if the attempt is under way."""
         for attempt in self._attempts:
-            if (attempt.request.batch_id, attempt.request.line) == (line.batch_id, line.line):
+            if attempt.request.attempt == name:
                 attempt.hand_back(_ASKED_BACK)
 
     def why_not(self, request: LineRequest) -> str | None:
@@ -331,7 +331,8 @@ async def serve_line(request: Request) -> Response:
 async def hand_line_back(request: Request) -> Response:
     """Have a line end with its KV, to go on in another engine."""
     server = _server(request)
-    server.hand_back(decode_message(await _body(request, server.request_limits), LineName))
+    content = await _body(request, server.request_limits)
+    server.hand_back(decode_message(content, HandBack).attempt)
     return Response(status_code=HTTPStatus.NO_CONTENT)
 
 

@@ -12,7 +12,6 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from sglang_coserve.config.coserve import Pool
 from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.jsonl.body_limits import BodyLimits
@@ -72,11 +71,11 @@ class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """With ``moved``: KV of the line that the engine has left for the next one."""
 
 
-class LineName(msgspec.Struct, frozen=True):
-    """The line that an engine is to hand back (``HAND_BACK_PATH``)."""
+class HandBack(msgspec.Struct, frozen=True):
+    """The attempt that an engine is to hand back (``HAND_BACK_PATH``)."""
 
-    batch_id: str
-    line: int
+    attempt: str
+    """``LineRequest.attempt``."""
 
 
 class EngineReport(msgspec.Struct, frozen=True):
@@ -119,8 +118,8 @@ class EngineReport(msgspec.Struct, frozen=True):
     expected_tokens_per_s: float | None = None
     """Predicted rate of offline work; None if unknown."""
 
-    pool: Pool | None = None
-    """None: the engine begins and ends lines itself."""
+    pool: str | None = None
+    """``strict`` or ``relaxed``; anything else: the engine begins and ends lines itself."""
 
     wants: WantedLines | None = None
     """Lines that an engine of the strict pool wants; None while it wants none."""

@@ -73,6 +73,9 @@ class LineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
     """On the wire, what ``generated`` belongs to, and the answer is to be of."""
 
+    attempt: str = ""
+    """On the wire, names this attempt among all that an engine has."""
+
     def to_wire(self, model: str, now_s: float) -> Self:
         """Return it as it is sent: the time left in place of the deadline."""
         left_s = None if self.deadline_s is None else self.deadline_s - now_s

@@ -85,6 +85,14 @@ def error_message(body: object) -> str:
     return json.dumps(body)[:_MESSAGE_CHARS]
 
 
+def error_code(body: object) -> object:
+    """Return the code of OpenAI's nested error object; None without one."""
+    match body:
+        case {"error": {"code": code}}:
+            return code
+    return None
+
+
 def usage_in_record(record: bytes) -> Usage | None:
     """Return the token usage stored in a record; None when not all of the record is there."""
     try:

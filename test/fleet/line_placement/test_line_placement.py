@@ -15,14 +15,15 @@ from hypothesis.stateful import (
 )
 
 from sglang_coserve.fleet.line_placement.failure_streak import FAILURES_IN_A_ROW, FailureStreak
+from sglang_coserve.fleet.line_placement.model_vote import served_model
 from sglang_coserve.fleet.line_placement.placement import (
     DEATHS_BEFORE_APART,
+    INNOCENT_TOKENS,
     LinePlacement,
     Placed,
 )
 from sglang_coserve.fleet.line_placement.prefix_groups import PrefixGroups
 from sglang_coserve.fleet.line_placement.rendezvous import Rendezvous
-from sglang_coserve.fleet.line_placement.served_model import served_model
 from sglang_coserve.jsonl.request_line import prefix_key
 
 ENGINES = ("a", "b", "c", "d")
@@ -81,7 +82,22 @@ def test_a_subtree_that_is_too_large_for_one_engine_is_divided_by_what_its_lines
     assert joined == [{key(prompt, f"document {n}")} for n in range(3)]
 
 
-def is_given_up_after(num_lines: int, poison: int) -> int:
+def dies(placement: LinePlacement, engine: str, death: object) -> list[Placed]:
+    """An engine dies with all lines in it, which have begun; return the decisions."""
+    lines = list(placement._engines[engine].in_flight)
+    for line in lines:
+        placement.began(line)
+    return placement.engine_died(engine, death, lines)
+
+
+def died(placement: LinePlacement, engine: str, death: object) -> tuple[list[Placed], list[Any]]:
+    """The same, proven, and the engine is started again."""
+    placed = dies(placement, engine, death)
+    more, given_up = placement.prove(death)
+    return [*placed, *more, *placement.set_engine(engine, window=4, is_open=True)], given_up
+
+
+def num_deaths_until_given_up(num_lines: int, poison: int) -> int:
     """Let engines die of one of the lines; return how many died until it was given up."""
     placement, where, num_deaths = LinePlacement(), dict[Any, str](), 0
 
@@ -102,7 +118,8 @@ def is_given_up_after(num_lines: int, poison: int) -> int:
         for line in [line for line, has_it in where.items() if has_it == engine]:
             del where[line]
         num_deaths += 1
-        placed, given_up = placement.engine_died(engine, num_deaths)
+        carry_out(dies(placement, engine, num_deaths))
+        placed, given_up = placement.prove(num_deaths)
         carry_out(placed)
         assert given_up in ([], [poison]), "an innocent line is given up"
         if given_up:
@@ -112,57 +129,83 @@ def is_given_up_after(num_lines: int, poison: int) -> int:
 
 def test_a_line_that_engines_die_of_is_found_by_halves_and_given_up() -> None:
     for poison in range(32):
-        assert is_given_up_after(32, poison) <= DEATHS_BEFORE_APART + 6
-    assert is_given_up_after(1, 0) == DEATHS_BEFORE_APART + 1
+        assert num_deaths_until_given_up(32, poison) <= DEATHS_BEFORE_APART + 6
+    assert num_deaths_until_given_up(1, 0) == DEATHS_BEFORE_APART + 1
 
 
 def test_a_line_that_has_brought_tokens_is_suspected_of_nothing() -> None:
     placement = opened("a")
     assert dict(placement.offer("works", key("1"))) == {"works": "a"}
     for death in range(10):
-        placement.progressed("works")
-        placed, given_up = placement.engine_died("a", death)
-        assert (placed, given_up) == ([], [])
+        placement.add_tokens("works", INNOCENT_TOKENS)
+        placed, given_up = died(placement, "a", death)
+        assert (dict(placed), given_up) == ({"works": "a"}, [])
         assert not placement.is_suspect("works")
-        assert dict(placement.set_engine("a", window=4, is_open=True)) == {"works": "a"}
+
+
+def test_a_line_that_kills_engines_after_its_first_tokens_is_given_up() -> None:
+    placement = opened("a")
+    placement.offer("poison", key("1"))
+    for death in range(DEATHS_BEFORE_APART + 1):
+        assert not placement.add_tokens("poison", INNOCENT_TOKENS - 1)
+        _, given_up = died(placement, "a", death)
+    assert given_up == ["poison"]
+
+
+def test_a_line_that_the_engine_did_not_have_is_suspected_of_nothing() -> None:
+    placement = opened("a")
+    placement.offer("sent", key("1"))
+    for death in range(10):
+        placement.engine_died("a", death, ["sent"])
+        placement.prove(death)
+        assert dict(placement.set_engine("a", window=4, is_open=True)) == {"sent": "a"}
 
 
 def test_a_suspect_that_brings_tokens_makes_its_engine_free_for_others() -> None:
     placement = opened("a")
     placement.offer("slow", key("1"))
     for death in range(DEATHS_BEFORE_APART):
-        placement.engine_died("a", death)
-        placed = placement.set_engine("a", window=4, is_open=True)
+        placed, _ = died(placement, "a", death)
     assert dict(placed) == {"slow": "a"} and placement.is_suspect("slow")
     assert placement.offer("other", key("2")) == []
-    assert dict(placement.progressed("slow")) == {"other": "a"}
+    assert dict(placement.add_tokens("slow", INNOCENT_TOKENS)) == {"other": "a"}
 
 
-def test_a_death_that_was_none_is_withdrawn() -> None:
-    placement = opened("a")
-    placement.offer("line", key("1"))
+def test_a_line_waits_until_its_deaths_are_proven_or_withdrawn() -> None:
+    """So no line is given up because connections broke, and none kills every engine meanwhile."""
+    placement = opened("a", "b", "c")
+    where = dict(placement.offer("line", key("1")))["line"]
     for death in range(DEATHS_BEFORE_APART):
-        placement.engine_died("a", death)
-        placement.set_engine("a", window=4, is_open=True)
-    assert placement.is_suspect("line")
-    placement.withdraw(0)
+        assert where is not None, "it goes on at once, but for the last"
+        where = dict(dies(placement, where, death)).get("line")
+    assert where is None
     assert not placement.is_suspect("line")
-    assert dict(placement.offer("other", key("2"))) == {"other": "a"}
+    assert [placed.line for placed in placement.withdraw(0)] == ["line"]
+
+
+def test_suspects_whose_engine_was_not_dead_go_on() -> None:
+    placement = opened("a", "b")
+    for name in ("x", "y"):
+        placement.offer(name, key("1"))
+    for death in range(DEATHS_BEFORE_APART):
+        (where,) = {line.engine.name for line in placement._lines.values() if line.engine}
+        placed, _ = died(placement, where, death)
+    (first,) = placed
+    (second,) = dies(placement, first.engine, "not one")
+    assert placement.withdraw("not one") == []
+    assert dict(placement.end(second.line)) == {first.line: second.engine}
+    assert placement.is_suspect(first.line)
 
 
 def test_suspects_without_an_engine_that_has_the_models_of_all_are_served_one_by_one() -> None:
     placement = LinePlacement()
-    for name in ("a", "b"):
-        placement.set_engine(name, window=4, is_open=True, models=(name,))
     placement.set_engine("c", window=4, is_open=True, models=("a", "b"))
-    for name in ("a", "b"):
-        placement.set_engine(name, window=4, is_open=False, models=(name,))
     placed = [*placement.offer("for a", key("1"), "a"), *placement.offer("for b", key("1"), "b")]
     assert dict(placed) == {"for a": "c", "for b": "c"}
-    for death in range(DEATHS_BEFORE_APART - 1):
-        placement.engine_died("c", death)
+    for death in range(DEATHS_BEFORE_APART):
         placement.set_engine("c", window=4, is_open=True, models=("a", "b"))
-    placement.engine_died("c", "last")
+        dies(placement, "c", death)
+        placement.prove(death)
     placed = placement.set_engine("a", window=4, is_open=True, models=("a",))
     placed += placement.set_engine("b", window=4, is_open=True, models=("b",))
     assert placed == [("for a", "a")], "one after the other"
@@ -236,6 +279,7 @@ class Fleet(RuleBasedStateMachine):
         self.models: dict[str, tuple[str, ...]] = {}
         self.next = 0
         self.num_deaths = 0
+        self.unproven: dict[int, list[int]] = {}
 
     def carry_out(self, placed: Sequence[Placed]) -> None:
         for line, engine in placed:
@@ -271,33 +315,45 @@ class Fleet(RuleBasedStateMachine):
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
-    def engine_dies(self, data: Any) -> None:
+    def engine_seems_to_die(self, data: Any) -> None:
         name = data.draw(st.sampled_from(sorted(self.known)))
         self.open.pop(name, None)
-        lines = self.lines_of(name)
-        were_alone = len(lines) == 1 and self.placement.is_suspect(lines[0])
+        lines = [line for line in self.lines_of(name) if data.draw(st.booleans())]
         for line in lines:
+            if data.draw(st.booleans()):
+                self.placement.began(line)
             self.where[line] = None
         self.num_deaths += 1
-        placed, given_up = self.placement.engine_died(name, self.num_deaths)
-        assert not given_up or (were_alone and given_up == lines)
+        self.unproven[self.num_deaths] = lines
+        self.carry_out(self.placement.engine_died(name, self.num_deaths, lines))
+
+    @precondition(lambda self: self.unproven)
+    @rule(data=st.data())
+    def engine_was_dead(self, data: Any) -> None:
+        death = data.draw(st.sampled_from(sorted(self.unproven)))
+        lines = self.unproven.pop(death)
+        placed, given_up = self.placement.prove(death)
+        assert len(given_up) <= 1
         for line in given_up:
+            assert line in lines
             del self.where[line]
         self.carry_out(placed)
 
-    @precondition(lambda self: self.num_deaths)
+    @precondition(lambda self: self.unproven)
     @rule(data=st.data())
     def engine_was_not_dead(self, data: Any) -> None:
-        death = data.draw(st.integers(1, self.num_deaths))
+        death = data.draw(st.sampled_from(sorted(self.unproven)))
+        del self.unproven[death]
         self.carry_out(self.placement.withdraw(death))
 
     @precondition(lambda self: any(self.where.values()))
     @rule(data=st.data())
     def line_brings_tokens(self, data: Any) -> None:
+        tokens = data.draw(st.integers(1, 2 * INNOCENT_TOKENS))
         running = sorted(line for line, where in self.where.items() if where)
         line = data.draw(st.sampled_from(running))
-        self.carry_out(self.placement.progressed(line))
-        assert not self.placement.is_suspect(line)
+        self.carry_out(self.placement.add_tokens(line, tokens))
+        assert tokens < INNOCENT_TOKENS or not self.placement.is_suspect(line)
 
     @precondition(lambda self: self.known - self.open.keys())
     @rule(data=st.data())
@@ -336,26 +392,28 @@ class Fleet(RuleBasedStateMachine):
 
     @invariant()
     def suspects_are_apart(self) -> None:
-        for name in self.known:
-            lines = self.lines_of(name)
-            suspects = [line for line in lines if self.placement.is_suspect(line)]
-            others = set(lines) - set(suspects)
-            # Suspects that have brought tokens since stay where they are.
-            assert not suspects or all(self.placement._lines[n].has_progressed for n in others)
+        engines = self.placement._engines
+        for line, name in self.where.items():
+            if name is not None and self.placement.is_suspect(line) and name in self.open:
+                suspects = self.placement._lines[line].suspects
+                assert suspects is not None and suspects.engine is engines[name]
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
-        is_suspect = self.placement.is_suspect
-        suspects = [line for line in self.where if is_suspect(line)]
-        waiting = [n for n, where in self.where.items() if where is None and not is_suspect(n)]
+        of = self.placement._lines
+        suspects = [line for line in self.where if self.placement.is_suspect(line)]
+        doubtful = [n for n in self.where if of[n].deaths & self.unproven.keys()]
+        waiting = [n for n, where in self.where.items() if where is None]
         reserved = {e.name for e in self.placement._engines.values() if e.suspects is not None}
         assert bool(reserved) <= bool(suspects) and len(reserved) <= 1
         for name, window in self.open.items():
             able = [n for n in waiting if self.asked[n] in (None, *self.models[name])]
-            if able and name not in reserved:
+            if set(able) - {*suspects, *doubtful} and name not in reserved:
                 assert len(self.lines_of(name)) >= window, f"{name} has room"
+        tried = [n for each in self.placement._tried for n in (line.name for line in each.lines)]
+        ready = set(suspects) - set(tried)
         able = [
-            n for n in suspects if any(self.asked[n] in (None, *self.models[e]) for e in self.open)
+            n for n in ready if any(self.asked[n] in (None, *self.models[e]) for e in self.open)
         ]
         if able and not any(self.where[n] for n in suspects):
             assert reserved and any(map(self.lines_of, reserved)), "suspects wait for nothing"

@@ -40,6 +40,11 @@ class FailureStreak:
             self._rests_until_s = now_s + self._rest_s
             self._rest_s = min(_MOST_REST_S, 2 * self._rest_s)
 
+    def rest(self, now_s: float) -> None:
+        """Have the engine rest at once, whatever came before."""
+        self._num_failures = FAILURES_IN_A_ROW - 1
+        self.failed(now_s)
+
     def is_resting(self, now_s: float) -> bool:
         """Return whether the engine is to get no lines."""
         return now_s < self._rests_until_s

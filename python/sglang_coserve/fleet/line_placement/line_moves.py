@@ -42,6 +42,9 @@ class LineMoves:
     def move_of(self, line: Hashable) -> Move | None:
         """Return where a line that an engine has goes on now; None if it was not asked back."""
 
+    def stay(self, line: Hashable) -> None:
+        """A line stays in its engine, which was asked for it in vain."""
+
     def stop(self, line: Hashable) -> None:
         """An engine does not have a line any more."""
 

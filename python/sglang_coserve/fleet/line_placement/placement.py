@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
@@ -13,8 +13,13 @@ from sglang_coserve.fleet.line_placement.prefix_groups import PrefixGroups
 from sglang_coserve.fleet.line_placement.rendezvous import Rendezvous
 
 DEATHS_BEFORE_APART: Final = 2
-"""Engines that may die with a line in them before the line is a suspect. One death says nothing of
+"""Deaths of engines that a line may have caused before it is a suspect. One death says nothing of
 any of the dozens of lines in an engine; two make it worth an engine's time to find out."""
+
+INNOCENT_TOKENS: Final = 16
+"""Tokens of a line after which the engine's death is not its fault. The first tokens come from the
+prompt and a few decodes, where lines that kill engines do it. A line that kills an engine later
+does so at once in the next engine, which continues after its tokens."""
 
 
 class Placed(NamedTuple):
@@ -38,21 +43,33 @@ class _Line:
     queue: tuple[str | None, str | None] | None = None
     """Key of the queue in which it waits."""
 
-    has_progressed: bool = False
-    """True once its engine has brought tokens of it."""
+    has_begun: bool = False
+    """True once its engine is known to have it."""
+
+    tokens: int = 0
+    """Tokens that its engine has brought."""
 
     deaths: set[Hashable] = field(default_factory=set)
-    """Deaths of engines that it may have caused."""
+    """Deaths of engines that it may have caused, proven or not."""
 
     suspects: _Suspects | None = None
+
+    @property
+    def may_kill(self) -> bool:
+        """True if its engine's death now may be its fault."""
+        return self.has_begun and self.tokens < INNOCENT_TOKENS
 
 
 @dataclass(slots=True, eq=False)
 class _Suspects:
-    """Lines of which one may have killed engines. They are served together, and nothing else is
-    served beside them."""
+    """Lines of which one may have killed engines: served together, and nothing else beside them."""
 
     lines: list[_Line]
+    engine: _Engine | None = None
+    """The engine that is reserved for them."""
+
+    death: Hashable = None
+    """The death of the engine that served them, while it is not proven."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,11 +80,15 @@ class _Engine:
     models: Collection[str] = ()
     in_flight: dict[Hashable, _Line] = field(default_factory=dict)
     suspects: _Suspects | None = None
-    """The suspects for which the engine is reserved: it has or will have them, and nothing else."""
+    """The suspects for which it is reserved: it has or will have them, and nothing else."""
+
+    @property
+    def takes_lines(self) -> bool:
+        return self.is_open and self.suspects is None
 
     @property
     def has_room(self) -> bool:
-        return self.is_open and self.suspects is None and len(self.in_flight) < self.window
+        return self.takes_lines and len(self.in_flight) < self.window
 
     def serves(self, line: _Line) -> bool:
         return line.model is None or line.model in self.models
@@ -80,13 +101,15 @@ class LinePlacement:
     it asks for. A line whose home is full waits there. An engine that has room and an empty queue
     takes over the last group of the longest queue (work stealing).
 
-    An engine that dies makes suspects of the lines that have seen ``DEATHS_BEFORE_APART`` deaths.
-    Suspects are served in halves: an engine is reserved for one half of them, and if it dies, too,
-    the half is halved again. So one bad line among n costs about log2(n) engines. A line that
-    brings tokens is no suspect any more. A single suspect with which its engine dies is given up.
+    A line that is in an engine when the engine dies, and has brought few tokens, may have caused
+    the death. A line with ``DEATHS_BEFORE_APART`` deaths waits until they are proven, and then is a
+    suspect. Suspects are served in halves: an engine is reserved for one half of them, and if it
+    dies, too, the half is halved again. So one bad line among n costs about log2(n) engines. A
+    suspect that brings ``INNOCENT_TOKENS`` tokens is none any more. A single suspect with which its
+    engine dies is given up.
 
-    Calls that may lead to decisions return them. Between calls no line but a suspect waits
-    while an open engine that can serve it has room.
+    Calls that may lead to decisions return them. Between calls no line but those that may have
+    killed engines waits while an open engine that can serve it has room.
     """
 
     def __init__(self) -> None:
@@ -98,9 +121,13 @@ class LinePlacement:
         self._apart: deque[_Suspects] = deque()
         """Suspects that wait for an engine of their own."""
 
+        self._tried: list[_Suspects] = []
+        """Suspects whose engine has died, until that is proven."""
+
+        self._unproven: set[Hashable] = set()
         self._groups = PrefixGroups()
         self._homes: dict[str | None, Rendezvous] = {}
-        """Candidates by the name that lines ask for."""
+        """Engines that begin lines, by the name that lines ask for."""
 
         self._orders = count()
 
@@ -112,11 +139,6 @@ class LinePlacement:
     def in_flight(self, engine: str) -> int:
         """Return how many lines an engine has."""
         return len(self._engines[engine].in_flight)
-
-    def engine_of(self, line: Hashable) -> str | None:
-        """Return the engine that has a line; None while the line waits."""
-        engine = self._lines[line].engine
-        return None if engine is None else engine.name
 
     def is_suspect(self, line: Hashable) -> bool:
         """Return whether a line may only be served apart."""
@@ -144,36 +166,65 @@ class LinePlacement:
         engine = self._engines.pop(name)
         assert not engine.is_open and not engine.in_flight
 
-    def engine_died(self, name: str, death: Hashable) -> tuple[list[Placed], list[Hashable]]:
-        """Note that an engine has died with all lines in it, which wait again.
+    def engine_died(self, name: str, death: Hashable, lines: Iterable[Hashable]) -> list[Placed]:
+        """Note that an engine seems to have died with some of its lines, which wait again.
 
-        A line of which the engine has brought tokens has not caused the ``death``, which has a name
-        for ``withdraw``. The engine is closed until ``set_engine``. Returns the decisions, and the
-        lines that are given up: they are forgotten.
+        The engine is closed until ``set_engine``. ``death`` is a name for ``prove`` or
+        ``withdraw``, of which one must follow.
         """
         engine = self._engines[name]
         engine.is_open = False
-        lines = list(engine.in_flight.values())
-        blamed = [line for line in lines if not line.has_progressed]
-        for line in lines:
+        self._unproven.add(death)
+        lost = [self._lines[each] for each in lines]
+        for line in lost:
+            if line.may_kill:
+                line.deaths.add(death)
             self._take_from_engine(line)
-        given_up = self._judge_suspects(engine, blamed)
-        for line in blamed:
-            line.deaths.add(death)
-        self._suspect([line for line in blamed if line not in given_up])
+        suspects = engine.suspects
+        if suspects is not None:
+            self._release(suspects)
+            if any(line.suspects is suspects and death in line.deaths for line in lost):
+                suspects.death = death
+                self._tried.append(suspects)
+            else:
+                self._apart.appendleft(suspects)
         self._find_homes()
-        for line in lines:
-            if line not in given_up:
-                self._queue(line)
-        return self._decide(), [line.name for line in given_up]
+        for line in lost:
+            self._wait(line)
+        return self._decide()
+
+    def prove(self, death: Hashable) -> tuple[list[Placed], list[Hashable]]:
+        """Note that an engine has died for sure. O(lines).
+
+        Returns the decisions, and the lines that are given up: they are forgotten.
+        """
+        self._unproven.discard(death)
+        given_up: list[Hashable] = []
+        for suspects in [each for each in self._tried if each.death == death]:
+            self._tried.remove(suspects)
+            blamed = [line for line in suspects.lines if death in line.deaths]
+            if len(suspects.lines) == 1 and blamed:
+                given_up.append(blamed[0].name)
+                self._forget(blamed[0])
+            else:
+                self._halve(suspects.lines)
+        blamed = [line for line in self._lines.values() if death in line.deaths]
+        self._halve([line for line in blamed if self._is_new_suspect(line)])
+        for line in blamed:
+            self._wait(line)
+        return self._decide(), given_up
 
     def withdraw(self, death: Hashable) -> list[Placed]:
         """Note that a death was none: the engine had only lost its connection. O(lines)."""
-        for line in list(self._lines.values()):
-            if death in line.deaths:
-                line.deaths.remove(death)
-                if len(line.deaths) < DEATHS_BEFORE_APART:
-                    self._acquit(line)
+        self._unproven.discard(death)
+        for suspects in [each for each in self._tried if each.death == death]:
+            self._tried.remove(suspects)
+            self._apart.appendleft(suspects)
+        for line in [line for line in self._lines.values() if death in line.deaths]:
+            line.deaths.remove(death)
+            if len(line.deaths) < DEATHS_BEFORE_APART:
+                self._acquit(line)
+            self._wait(line)
         return self._decide()
 
     # --- lines ---
@@ -185,14 +236,14 @@ class LinePlacement:
         most = max((e.window for e in self._engines.values() if e.is_open), default=1)
         line = _Line(name, self._groups.join(key, most), model, next(self._orders))
         self._lines[name] = line
-        self._queue(line)
+        self._wait(line)
         return self._decide()
 
     def offer_again(self, name: Hashable) -> list[Placed]:
         """Have a line wait again that an engine had, through no fault of either."""
         line = self._lines[name]
         self._take_from_engine(line)
-        self._queue(line)
+        self._wait(line)
         return self._decide()
 
     def move(self, name: Hashable, to: str) -> list[Placed]:
@@ -202,19 +253,22 @@ class LinePlacement:
         self._take_from_engine(line)
         placed: list[Placed] = []
         if line.suspects is not None or engine.suspects is not None:
-            self._queue(line)
+            self._wait(line)
         else:
             self._place(line, engine, placed)
         return placed + self._decide()
 
-    def progressed(self, name: Hashable) -> list[Placed]:
-        """Note that the engine has brought tokens of a line: the line has killed nothing. O(1) but
-        for the first tokens of a suspect."""
+    def began(self, name: Hashable) -> None:
+        """Note that the engine which is to have a line has the line."""
+        self._lines[name].has_begun = True
+
+    def add_tokens(self, name: Hashable, tokens: int) -> list[Placed]:
+        """Note that the engine has brought tokens of a line. O(1) but for a line with deaths."""
         line = self._lines[name]
-        line.has_progressed = True
-        line.deaths.clear()
-        if line.suspects is None:
+        line.tokens += tokens
+        if not line.deaths or line.tokens < INNOCENT_TOKENS:
             return []
+        line.deaths.clear()
         self._acquit(line)
         return self._decide()
 
@@ -277,7 +331,7 @@ class LinePlacement:
         return False
 
     def _place(self, line: _Line, engine: _Engine, placed: list[Placed]) -> None:
-        line.engine, line.has_progressed = engine, False
+        line.engine, line.has_begun, line.tokens = engine, False, 0
         engine.in_flight[line.name] = line
         placed.append(Placed(line.name, engine.name))
 
@@ -288,101 +342,87 @@ class LinePlacement:
 
     # --- suspects ---
 
-    def _judge_suspects(self, engine: _Engine, blamed: Sequence[_Line]) -> list[_Line]:
-        """Return the single suspect with which an engine has died; halve several suspects.
+    def _is_new_suspect(self, line: _Line) -> bool:
+        proven = len(line.deaths - self._unproven)
+        return line.suspects is None and proven >= DEATHS_BEFORE_APART
 
-        Suspects for which the engine was only reserved wait for another engine.
-        """
-        suspects, engine.suspects = engine.suspects, None
-        if suspects is None:
-            return []
-        if not any(line.suspects is suspects for line in blamed):
-            self._apart.appendleft(suspects)
-            return []
-        if len(suspects.lines) > 1:
-            self._halve(suspects)
-            return []
-        (line,) = suspects.lines
-        self._forget(line)
-        return [line]
-
-    def _suspect(self, lines: Sequence[_Line]) -> None:
-        """Make suspects of the lines with so many deaths that are none yet, and halve them."""
-        found = [one for one in lines if len(one.deaths) >= DEATHS_BEFORE_APART]
-        found = [line for line in found if line.suspects is None]
-        if found:
-            self._halve(_Suspects(found))
-
-    def _halve(self, suspects: _Suspects) -> None:
+    def _halve(self, lines: list[_Line]) -> None:
         """Have suspects wait in two groups."""
-        lines = suspects.lines
         middle = (len(lines) + 1) // 2
         for half in (lines[:middle], lines[middle:]):
             if half:
-                self._apart.append(part := _Suspects(half))
+                self._apart.append(suspects := _Suspects(half))
                 for line in half:
-                    line.suspects = part
+                    line.suspects = suspects
 
     def _acquit(self, line: _Line) -> None:
-        """Make a line an ordinary one, wherever it is."""
-        self._leave_suspects(line)
-        if line.engine is None and line.queue is None:
-            self._queue(line)
-
-    def _leave_suspects(self, line: _Line) -> None:
+        """Make a suspect an ordinary line, wherever it is; a group without lines ends."""
         suspects, line.suspects = line.suspects, None
         if suspects is None:
             return
         suspects.lines.remove(line)
-        if suspects.lines:
-            return
-        if suspects in self._apart:
-            self._apart.remove(suspects)
-        for engine in self._engines.values():
-            if engine.suspects is suspects:
-                engine.suspects = None
-                self._find_homes()
+        if not suspects.lines:
+            self._release(suspects)
+            for waiting in (self._apart, self._tried):
+                if suspects in waiting:
+                    waiting.remove(suspects)
+
+    def _release(self, suspects: _Suspects) -> None:
+        """Let the engine that is reserved for suspects take other lines."""
+        engine, suspects.engine = suspects.engine, None
+        if engine is not None:
+            engine.suspects = None
+            self._find_homes()
 
     def _serve_suspects(self, placed: list[Placed]) -> None:
         """Reserve one engine for suspects while there are any; give it them once it is empty."""
-        engine = next((each for each in self._engines.values() if each.suspects is not None), None)
-        if engine is None and self._apart:
-            engine = self._reserve()
-        if engine is None or engine.in_flight or engine.suspects is None:
-            return
-        if not engine.is_open:
-            self._apart.appendleft(engine.suspects)
-            engine.suspects = None
-            self._find_homes()
-            self._serve_suspects(placed)
-            return
-        for line in engine.suspects.lines:
-            self._place(line, engine, placed)
+        reserved = next((e for e in self._engines.values() if e.suspects is not None), None)
+        if reserved is not None and not reserved.is_open and not reserved.in_flight:
+            assert reserved.suspects is not None
+            self._apart.appendleft(reserved.suspects)
+            self._release(reserved.suspects)
+            reserved = None
+        reserved = reserved or self._reserve()
+        if reserved is not None and reserved.suspects is not None and not reserved.in_flight:
+            for line in reserved.suspects.lines:
+                self._place(line, reserved, placed)
 
     def _reserve(self) -> _Engine | None:
-        """Reserve the emptiest engine that can serve the next suspects."""
-        for suspects in list(self._apart):
+        """Reserve the emptiest engine that can serve the next suspects; None if there is none.
+
+        Suspects of which no engine has all models are halved.
+        """
+        is_any_open = any(engine.is_open for engine in self._engines.values())
+        passed: list[_Suspects] = []
+        found: _Engine | None = None
+        while self._apart and found is None:
+            suspects = self._apart.popleft()
             able = [
                 engine
                 for engine in self._engines.values()
                 if engine.is_open and all(map(engine.serves, suspects.lines))
             ]
             if able:
-                engine = min(able, key=lambda each: (len(each.in_flight), each.name))
-                self._apart.remove(suspects)
-                engine.suspects = suspects
+                found = min(able, key=lambda each: (len(each.in_flight), each.name))
+                found.suspects, suspects.engine = suspects, found
                 self._find_homes()
-                return engine
-            if len(suspects.lines) > 1 and any(e.is_open for e in self._engines.values()):
-                self._apart.remove(suspects)  # No engine has the models of all.
-                self._halve(suspects)
-        return None
+            elif is_any_open and len(suspects.lines) > 1:
+                self._halve(suspects.lines)
+            else:
+                passed.append(suspects)
+        self._apart.extendleft(reversed(passed))
+        return found
 
     # --- queues ---
 
-    def _queue(self, line: _Line) -> None:
-        """Have a line wait at its home. A suspect waits with its group, wherever that is."""
-        if line.suspects is None:
+    def _wait(self, line: _Line) -> None:
+        """Have a line wait at its home.
+
+        A suspect waits with its group. A line that may have caused too many deaths waits until they
+        are proven or withdrawn.
+        """
+        is_doubtful = len(line.deaths) >= DEATHS_BEFORE_APART
+        if line.engine is None and line.queue is None and line.suspects is None and not is_doubtful:
             self._enqueue(line, self._candidates(line.model).choose(line.group))
 
     def _enqueue(self, line: _Line, home: str | None) -> None:
@@ -400,27 +440,28 @@ class LinePlacement:
     def _candidates(self, model: str | None) -> Rendezvous:
         """Return the engines that begin lines which ask for a model or adapter."""
         if model not in self._homes:
-            self._homes[model] = Rendezvous(
-                [
-                    engine.name
-                    for engine in self._engines.values()
-                    if engine.is_open
-                    and engine.suspects is None
-                    and (model is None or model in engine.models)
-                ]
-            )
+            able = [
+                engine.name
+                for engine in self._engines.values()
+                if engine.takes_lines and (model is None or model in engine.models)
+            ]
+            self._homes[model] = Rendezvous(able)
         return self._homes[model]
 
     def _find_homes(self) -> None:
-        """Let every line wait where it belongs, now that other engines are open. O(waiting)."""
+        """Give another home to lines that wait for an engine which does not begin them any more.
+
+        Other lines keep theirs. O(lines that move).
+        """
         self._homes.clear()
-        waiting = [line for queue in self._queues.values() for line in queue.values()]
-        self._queues.clear()
-        for line in sorted(waiting, key=lambda each: each.order):
-            self._queue(line)
+        for home, model in list(self._queues):
+            if home is None or home not in self._candidates(model):
+                for line in list(self._queues[home, model].values()):
+                    self._unqueue(line)
+                    self._wait(line)
 
     def _forget(self, line: _Line) -> None:
-        self._leave_suspects(line)
+        self._acquit(line)
         self._groups.leave(line.group)
         del self._lines[line.name]
 

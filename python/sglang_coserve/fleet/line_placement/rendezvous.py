@@ -28,7 +28,11 @@ class Rendezvous:
     def __init__(self, names: Collection[str]) -> None:
         """Take the names of all candidates; their order has no effect."""
         self._names = sorted(names)
+        self._known = frozenset(names)
         self._seeds = np.array([_hash(name.encode()) for name in self._names], np.uint64)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
 
     def choose(self, key: bytes) -> str | None:
         """Return the candidate that has ``key``; None without candidates. O(candidates)."""

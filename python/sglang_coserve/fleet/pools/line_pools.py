@@ -92,6 +92,11 @@ class LinePools(LineMoves):
             return move
         return Move(line, None)
 
+    def stay(self, line: Hashable) -> None:
+        """See ``LineMoves.stay``."""
+        if line in self._lines:
+            self._lines[line].move = None
+
     def stop(self, line: Hashable) -> None:
         """See ``LineMoves.stop``."""
         del self._lines[line]
