@@ -31,7 +31,7 @@ def served(**changes: object) -> JobRecord:
 
 def etas(batches: list[JobRecord], rate_per_s: float | None, now_s: float) -> dict[str, Eta]:
     """The forecasts of all batches by id."""
-    forecasts = Forecasts(batches, rate_per_s, now_s)
+    forecasts = Forecasts(batches, rate_per_s)
     found = {batch.id: forecasts.eta(batch, now_s) for batch in batches}
     return {batch_id: eta for batch_id, eta in found.items() if eta is not None}
 
@@ -87,7 +87,7 @@ def test_a_batch_that_was_not_there_is_told_the_same(
     batches: list[JobRecord], rate_per_s: float
 ) -> None:
     new = batches[-1]
-    told = Forecasts(batches[:-1], rate_per_s, 0.0).eta(new, 0.0)
+    told = Forecasts(batches[:-1], rate_per_s).eta(new, 0.0)
     expected = etas(batches, rate_per_s, 0.0)[new.id]
     assert told is not None
     assert told == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -120,7 +120,7 @@ def test_etas_of_twice_as_many_owners_are_twice_the_work() -> None:
 
     def calls(count: int) -> int:
         batches = [served(id=str(n), owner=Owner(n)) for n in range(count)]
-        return calls_of(lambda: Forecasts(batches, 10.0, 0.0))
+        return calls_of(lambda: Forecasts(batches, 10.0))
 
     assert calls(200) < 2.5 * calls(100)
 
@@ -128,7 +128,7 @@ def test_etas_of_twice_as_many_owners_are_twice_the_work() -> None:
 def test_a_look_at_one_batch_costs_the_same_beside_any_number() -> None:
     def calls(count: int) -> int:
         batches = [served(id=str(n), owner=Owner(n % 7)) for n in range(count)]
-        forecasts = Forecasts(batches, 10.0, 0.0)
+        forecasts = Forecasts(batches, 10.0)
         return calls_of(lambda: forecasts.eta(batches[-1], 0.0))
 
     assert calls(1000) == calls(10)

@@ -65,21 +65,17 @@ def remaining_tokens(batch: JobRecord) -> float:
 
 
 class Forecasts:
-    """When batches will be complete, and what could be added, as seen at one moment. O(n log n).
+    """When batches will be complete, as seen at one moment. O(n log n).
 
     A look at one of the batches, or at a new one, is O(log n).
 
     Args:
         batches: Those that are being served, or soon will be.
         rate_per_s: Tokens a second of all offline work; more than 0. None if unknown.
-        now_s: Seconds since the epoch.
     """
 
-    def __init__(
-        self, batches: Iterable[JobRecord], rate_per_s: float | None, now_s: float
-    ) -> None:
+    def __init__(self, batches: Iterable[JobRecord], rate_per_s: float | None) -> None:
         batches = sorted(batches, key=_turn)
-        self.headroom = headroom(batches, rate_per_s, now_s)
         self._rate_per_s = rate_per_s
         self._before: dict[str, float] = {}
         """Tokens of the owner's batches that are served before a batch, by its id."""
@@ -94,7 +90,10 @@ class Forecasts:
         self._sums = [*accumulate(self._totals, initial=0.0)]
 
     def eta(self, batch: JobRecord, now_s: float) -> Eta | None:
-        """Return when ``batch`` will be complete; None if it is not served, or without a rate."""
+        """Return when ``batch`` will be complete; None if it is not served, or without a rate.
+
+        ``now_s`` is in seconds since the epoch.
+        """
         if self._rate_per_s is None or not batch.will_be_served:
             return None
         queue = self._queues.get(batch.owner, _NO_QUEUE)
@@ -129,7 +128,7 @@ def _turn(batch: JobRecord) -> tuple[int, float]:
 
 
 def headroom(batches: Iterable[JobRecord], rate_per_s: float | None, now_s: float) -> Headroom:
-    """Return what could be added beside ``batches``; see ``Forecasts`` for the arguments."""
+    """Return what could be added beside ``batches``; see ``Forecasts`` for the arguments. O(n)."""
     required_per_s = sum(
         remaining_tokens(batch) / max(batch.expires_at_s - now_s, _LEAST_LEFT_S)
         for batch in batches

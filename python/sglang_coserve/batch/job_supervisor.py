@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from sglang_coserve.batch.context import JobContext
-from sglang_coserve.batch.eta import Eta, Forecasts, Headroom
+from sglang_coserve.batch.eta import Eta, Forecasts, Headroom, headroom
 from sglang_coserve.batch.job_driver import JobDriver
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Event
@@ -33,7 +33,11 @@ class JobSupervisor:
         """What was counted of each batch's delays of online requests."""
 
         self._drivers: dict[str, JobDriver] = {}
-        self._forecasts = Forecasts((), None, 0.0)
+        self._forecasts = Forecasts((), None)
+        self._headroom = Headroom(None, 0.0, None)
+        self._has_changed = False
+        """The head-room is to be found again."""
+
         self._written_bytes: dict[str, int] = {}
         """Results of every owner's unfinished batches when its quota was looked at last."""
 
@@ -91,9 +95,14 @@ class JobSupervisor:
         return self._forecasts.eta(latest, self._context.clock.now_s())
 
     def headroom(self) -> Headroom:
-        """Return how much offline work could be added, and still be done in time, as of the last
-        second."""
-        return self._forecasts.headroom
+        """Return how much offline work could be added, and still be done in time.
+
+        O(n) once a second, and when a batch has begun or ended since the last call; else O(1).
+        """
+        if self._has_changed:
+            self._has_changed = False
+            self._headroom = headroom(*self._prospects(), self._context.clock.now_s())
+        return self._headroom
 
     def driver(self, batch_id: str) -> JobDriver | None:
         """Return who drives a batch; None once it has ended, or the service is closed."""
@@ -153,7 +162,13 @@ class JobSupervisor:
     def _lead(self, record: JobRecord) -> None:
         driver = self._drivers[record.id] = JobDriver(record, self._context)
         self._uncounted.add(record.id)
-        driver.task.add_done_callback(lambda _: self._drivers.pop(record.id))
+        self._has_changed = True
+
+        def ended(_task: asyncio.Task[None]) -> None:
+            del self._drivers[record.id]
+            self._has_changed = True
+
+        driver.task.add_done_callback(ended)
 
     def _size_slots(self) -> None:
         """Have no more lines in flight than the backend has use for: the rest keeps its order."""
@@ -172,12 +187,14 @@ class JobSupervisor:
 
     async def _forecast(self) -> None:
         """Foresee the ends of all batches, in a thread: of thousands that takes 10 ms."""
-        context = self._context
+        self._has_changed = True
+        self._forecasts = await self._context.threads.run(Forecasts, *self._prospects())
+
+    def _prospects(self) -> tuple[list[JobRecord], float | None]:
+        """Return the batches that are, or soon will be, served, and the rate of all of them."""
         served = [record for record in self.unfinished() if record.will_be_served]
-        rate_per_s = context.backend.load().offline_tokens_per_s or None
-        self._forecasts = await context.threads.run(
-            Forecasts, served, rate_per_s, context.clock.now_s()
-        )
+        rate_per_s = self._context.backend.load().offline_tokens_per_s or None
+        return served, rate_per_s
 
     async def _watch_quotas(self) -> None:
         while True:
