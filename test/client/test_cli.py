@@ -170,7 +170,7 @@ def test_killed_runs_add_up_to_one_record_per_line(
 
 
 def test_a_terminal_shows_a_bar(server: FaultServer, source: Path, output: Path) -> None:
-    write_lines(source, [line("quick"), line("slow", faults=["slow 2"])])
+    write_lines(source, [line("quick"), line("slow", faults=["slow 5"])])
     screen, terminal = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, "submit", str(source), "-o", str(output), "--base-url", server.base_url],

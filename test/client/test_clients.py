@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from base64 import b64encode
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,15 @@ from client.fault_server import FaultServer
 from sglang_coserve.bench_serving.one_run import make_ready
 from sglang_coserve.client import (
     AsyncCoserveClient,
+    AsyncJob,
+    BatchApi,
     ClientOptions,
     CoserveClient,
     JobState,
     RetryPolicy,
     read_results,
 )
+from sglang_coserve.client.local_batches import LocalBatchApi
 from sglang_coserve.errors import (
     ConfigError,
     InputFileError,
@@ -33,6 +37,7 @@ from sglang_coserve.errors import (
     ServerError,
     ServerGoneError,
 )
+from waiting import GIVE_UP_S
 from web_server import web_server
 
 IMPATIENT = ClientOptions(retry_policy=RetryPolicy(retry_for_s=0.1, first_delay_s=0.01))
@@ -58,6 +63,24 @@ def test_results_are_there_before_the_job_ends(
         job.cancel()
         assert job.wait().state is JobState.CANCELLED
         assert [result.custom_id for result in client.results(job)] == ["quick"]
+
+
+async def test_a_job_is_cancelled_also_while_a_timeout_within_it_ends(
+    server: FaultServer, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[AsyncJob] = []
+
+    async def wait(_api: BatchApi, _seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                asyncio.get_running_loop().call_soon(jobs[0].cancel)
+                await asyncio.sleep(3600)
+
+    monkeypatch.setattr(LocalBatchApi, "wait", wait)
+    write_lines(source, [line("endless", faults=["hang"])])
+    async with asyncio.timeout(GIVE_UP_S), AsyncCoserveClient(server.base_url) as client:
+        jobs.append(await client.submit_jsonl(source, output))
+        assert (await jobs[0].wait()).state is JobState.CANCELLED
 
 
 def test_a_torn_record_is_not_a_result(server: FaultServer, source: Path, output: Path) -> None:

@@ -77,6 +77,7 @@ class AsyncJob:
 
         self._began_s = time.monotonic()
         self._ended_s: float | None = None
+        self._is_stopped = False
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -125,8 +126,10 @@ class AsyncJob:
 
         A batch that the server keeps goes on there: ``batches.cancel`` ends it.
         """
-        # Only once: the first cancellation lets it write the answers that it has.
-        if not self._task.cancelling():
+        # Only once: the first cancellation lets it write the answers that it has. Not known from
+        # ``Task.cancelling``, which a timeout within the job raises for a moment.
+        if not self._is_stopped:
+            self._is_stopped = True
             self._task.cancel()
 
     def _state(self) -> JobState:
