@@ -20,7 +20,6 @@ invariants are ``assert`` statements and never part of this tree.
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -111,14 +110,6 @@ def disk_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{what}: {error.strerror}") from error
-
-
-_DIRECTORIES: Final = re.compile(r"(?<![\w/:])(?:/[\w.@+~-]+)+/(?=[\w.@+~-])")
-
-
-def without_directories(text: str) -> str:
-    """Return a message for clients: of absolute paths the last names alone."""
-    return _DIRECTORIES.sub("", text)
 
 
 def unreadable(path: object, error: OSError | UnicodeDecodeError) -> str:

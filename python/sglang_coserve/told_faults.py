@@ -1,9 +1,18 @@
-"""Tells what is wrong with a body, in a few words: without the body, and without our files."""
+"""What clients are told of faults, in a few words: without their bodies, and without our files."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+_DIRECTORIES: Final = re.compile(r"(?<![\w/:])(?:/[\w.@+~-]+)+/(?=[\w.@+~-])")
+
+
+def without_directories(text: str) -> str:
+    """Return a message for clients: of absolute paths the last names alone."""
+    return _DIRECTORIES.sub("", text)
+
 
 _MOST_FAULTS: Final = 8
 _MOST_CHARS: Final = 400

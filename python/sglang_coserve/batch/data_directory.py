@@ -39,7 +39,8 @@ from sglang_coserve.durable_files import (
     sync_names,
     unlock_file,
 )
-from sglang_coserve.errors import StartupError, disk_errors, without_directories
+from sglang_coserve.errors import StartupError, disk_errors
+from sglang_coserve.told_faults import without_directories
 
 _ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
 _SPARE_BYTES: Final = 1 << 20

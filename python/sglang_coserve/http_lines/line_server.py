@@ -41,6 +41,7 @@ from sglang_coserve.lines.backend import (
     LineResult,
     MovedKv,
 )
+from sglang_coserve.told_faults import without_directories
 
 _FRAME_BYTES: Final = 1 << 20
 """More than a ``LineRequest`` has beside the body and the tokens."""
@@ -130,7 +131,9 @@ class _Attempt:
             kv = error.kv
         except Exception as error:
             _log.exception("line %d of %s failed", self.request.line, self.request.batch_id)
-            result = LineResult.refused(500, f"the engine failed: {error!r}")
+            result = LineResult.refused(
+                500, f"the engine failed: {without_directories(repr(error))}"
+            )
             return encode_message(LineEvent(result=result))
         return encode_message(LineEvent(moved=self._moved or _GIVEN_UP, kv=kv))
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sglang_coserve.errors import ServerError, ServerGoneError, without_directories
+from sglang_coserve.errors import ServerError, ServerGoneError
 from sglang_coserve.lines.backend import FailureKind, LineBackend, LineRequest, LineResult
 from sglang_coserve.lines.background import Clock, WorkerThreads, backoff_s
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.result_record import error_message
+from sglang_coserve.told_faults import without_directories
 
 
 @dataclass(frozen=True, slots=True)

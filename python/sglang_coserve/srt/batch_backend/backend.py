@@ -41,6 +41,7 @@ from sglang_coserve.srt.monitoring.scheduler_query import (
     sum_of_delays_s,
 )
 from sglang_coserve.srt.optional_parts import GUARD
+from sglang_coserve.told_faults import without_directories
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class BatchBackend(Backend):
                 return LineResult.refused(400, str(error), request_id)
             except Exception as error:
                 logger.exception("line %d of %s failed", request.line, request.batch_id)
-                failure = f"{type(error).__name__}: {error}"
+                failure = without_directories(f"{type(error).__name__}: {error}")
                 result = LineResult.refused(503, failure, request_id)
             finally:
                 del self._managers[id(request)]
