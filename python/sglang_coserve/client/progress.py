@@ -13,6 +13,8 @@ from sglang_coserve.client.batch_api import NO_BATCH, Batch
 from sglang_coserve.terminal import ProgressBar, printable
 
 _POLL_S = 0.2
+_BAR_CHARS = 40
+"""Of a trouble, beside the bar in a terminal of 80 columns."""
 
 _T = TypeVar("_T")
 
@@ -132,10 +134,18 @@ class _JobBar(ProgressBar):
             waiting = _one_line(f"waiting for the server: {status}")
             self._show(0, lambda: waiting, text=waiting)
             return
-        text = _one_line(_description(status))
+        line = _one_line(_description(status))
         done = status.ok + status.failed
-        line = f"{100 * done // max(1, status.total)}% of the lines: {text}"
-        self._show(done, lambda: line, text=text, total=status.total or None)
+        percent = 100 * done // max(1, status.total)
+        # The bar says by itself how much time remains, and a longer text would hide it.
+        counts = f"{status.ok} ok, {status.failed} failed"
+        text = _one_line(f"{counts}, {status.trouble[:_BAR_CHARS]}" if status.trouble else counts)
+        self._show(
+            done,
+            lambda: f"{percent}% of the lines: {line}",
+            text=text,
+            total=status.total or None,
+        )
 
 
 async def showing(work: Awaitable[_T], status: Callable[[], JobStatus | str | None]) -> _T:
