@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Final
 
@@ -23,7 +24,7 @@ from sglang_coserve.http_lines.messages import (
     EngineReport,
 )
 from sglang_coserve.http_lines.plain_server import PlainServer
-from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.backend import FailureKind, LineRequest, LineResult
 from sglang_coserve.network import http_address
 
 KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
@@ -32,6 +33,9 @@ _ASK_TIMEOUT_S: Final = 10.0
 
 _ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """A router does not say which of these its engines serve: they refuse a line of another one."""
+
+_ROUTER_FAILURES: Final = {502: FailureKind.LOST, 504: FailureKind.TIMED_OUT}
+"""A router answers so for an engine that has ended, or took too long, with the line in it."""
 
 _DEADLINE_HEADER: Final = "x-llm-d-inference-ttl"
 """Time until the batch should be complete. llm-d's gateway, smg and sglang-router pass the header
@@ -126,12 +130,14 @@ class RoutedEngines:
         self._num_lines += 1
         listener.began(self.url)
         try:
-            return await self._server.post(request, headers=headers)
+            result = await self._server.post(request, headers=headers)
         except ServerError as error:
             message = f"{self.url}: {error}: for a gateway, that is {KEY_VARIABLE}"
             raise EngineRefusesError(message) from None
         finally:
             self._num_lines -= 1
+        kind = _ROUTER_FAILURES.get(result.status_code)
+        return result if kind is None else replace(result, kind=kind)
 
     async def hand_back(self, _attempt: str) -> bool:
         """Return False: a router hands no line back."""

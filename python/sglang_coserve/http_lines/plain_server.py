@@ -28,9 +28,7 @@ meets a connection that is being closed."""
 _SILENT_PEER: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 """Options of TCP keep-alive by which a connection to a machine that is gone ends in two minutes."""
 
-_UNAVAILABLE: Final = frozenset({429, 503})
-_GATEWAY_FAILURES: Final = {502: FailureKind.LOST, 504: FailureKind.TIMED_OUT}
-"""A proxy or a router says so of a server that ended, or took too long, with the line in it."""
+_UNAVAILABLE: Final = frozenset({429, 502, 503, 504})
 _UNAUTHORIZED: Final = frozenset({401, 403})
 
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -150,8 +148,6 @@ def _result(answer: aiohttp.ClientResponse, content: bytes, longest_pause_s: flo
     if request_id is None and isinstance(body, dict):
         request_id = body.get("id")
     request_id = str(request_id or "")
-    if kind := _GATEWAY_FAILURES.get(status):
-        return LineResult(status, request_id, body, True, kind)
     if status in _UNAVAILABLE:
         pause_s = retry_after_s(answer.headers.get("retry-after"), datetime.now(UTC)) or 0.0
         pause_s = min(pause_s, longest_pause_s)
