@@ -282,6 +282,10 @@ async def test_an_engine_that_seemed_dead_takes_its_lines_off_suspicion() -> Non
         served = Lines(fleet, ["one", "two"])
         for outage in range(1, DEATHS_BEFORE_APART + 2):
             await a.holds(2)
+            for entry in a.backend.in_flight:
+                entry.generate(1)
+            # Now the fleet knows that the engine has them.
+            await until(lambda: all(len(h) == outage for h in served.heard.values()))  # noqa: B023
             to_a.is_away = True
             to_a.cut()
             await until(lambda: fleet.ends["lost"] == 2 * outage)  # noqa: B023

@@ -21,6 +21,7 @@ from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.fleet.delays import FleetDelays
 from sglang_coserve.fleet.engine import LINES_AHEAD, EngineState, RemoteEngine
 from sglang_coserve.fleet.line_placement.failure_streak import FAILURES_IN_A_ROW
+from sglang_coserve.fleet.line_placement.line_moves import Move
 from sglang_coserve.fleet.line_placement.model_vote import served_model
 from sglang_coserve.fleet.line_placement.placement import (
     DEATHS_BEFORE_APART,
@@ -380,7 +381,7 @@ class FleetBackend(Backend):
         request = replace(line.request, generated=generated, kv=line.kv, attempt=attempt.name)
         self.moves.start(number, engine.url, len(generated), self._monotonic_s())
         line.setbacks += 1
-        limit = asyncio.timeout(None)
+        limit, move = asyncio.timeout(None), None
         try:
             async with limit:
                 attempt.limit = limit
@@ -388,23 +389,32 @@ class FleetBackend(Backend):
                     return await self._run(line, attempt, request)
                 finally:
                     attempt.limit = None
-        except LineMovedError as error:
-            # What an engine has left of a line is good until another one has taken it.
-            line.kv = error.kv or line.kv
-            return await self._moved(line, attempt, str(error))
-        except EngineRefusesError as error:
-            self.ends["moved"] += 1
-            why = str(error)
-            self._close(engine, partial(engine.rest, why))
-            return await self._offer_again(line, attempt, why)
-        except EngineLostError as error:
-            return await self._lost(line, attempt, str(error))
         except TimeoutError:
             if not limit.expired():
                 raise
             return None
+        except (LineMovedError, EngineRefusesError, EngineLostError) as error:
+            failure = error
         finally:
+            move = self.moves.move_of(number)
             self.moves.stop(number)
+        return await self._go_on(line, attempt, failure, move)
+
+    async def _go_on(
+        self, line: _Line, attempt: _Attempt, failure: ServerError, move: Move | None
+    ) -> LineResult | None:
+        """Have a line go on after an attempt that has brought no answer; as ``_try``."""
+        engine, why = attempt.engine, str(failure)
+        match failure:
+            case LineMovedError():
+                # What an engine has left of a line is good until another one has taken it.
+                line.kv = failure.kv or line.kv
+                return await self._moved(line, attempt, why, move)
+            case EngineLostError():
+                return await self._lost(line, attempt, why)
+        self.ends["moved"] += 1
+        self._close(engine, partial(engine.rest, why))
+        return await self._offer_again(line, attempt, why)
 
     async def _run(self, line: _Line, attempt: _Attempt, request: LineRequest) -> LineResult | None:
         engine, listener = attempt.engine, _Listener(self, line, attempt)
@@ -436,9 +446,11 @@ class FleetBackend(Backend):
             return False
         return line.asked is not None and error_code(result.body) == "model_not_found"
 
-    async def _moved(self, line: _Line, attempt: _Attempt, why: str) -> LineResult | None:
+    async def _moved(
+        self, line: _Line, attempt: _Attempt, why: str, move: Move | None
+    ) -> LineResult | None:
         """Have a line that its engine gave back go on: in the engine that pulls it, or anywhere."""
-        engine, move = attempt.engine, self.moves.move_of(line.number)
+        engine = attempt.engine
         if move is None:
             self.ends["moved"] += 1
             self._close(engine, partial(engine.set_state, EngineState.DRAINING, why))
@@ -519,18 +531,12 @@ class FleetBackend(Backend):
     def _died(self, engine: RemoteEngine, run: str, why: str) -> None:
         """Have the lines of a run of an engine, which seems to have ended, go on elsewhere."""
         death = (engine.url, run)
-        lines = [
-            line
-            for line in self._lines.values()
-            if (attempt := line.attempt) is not None
-            and attempt.engine is engine
-            # Lines that a run has not got yet may be on their way to the next one.
-            and (attempt.run == run or (attempt.run is None and not engine.answers))
-        ]
+        # Lines that a run has not got yet may be on their way to the next one.
+        runs = {run} if engine.answers else {run, None}
+        lines = [line for line, attempt in self._attempts_in(engine) if attempt.run in runs]
         now_s = asyncio.get_running_loop().time()
         for line in lines:
-            assert line.attempt is not None
-            if line.attempt.limit is not None:
+            if line.attempt is not None and line.attempt.limit is not None:
                 line.attempt.limit.reschedule(now_s)
             line.attempt = None
             line.changed.set()
@@ -553,18 +559,22 @@ class FleetBackend(Backend):
         url, run = engine.url, engine.run
         if engine.is_dead and run is not None and self.placement.in_flight(url):
             self._died(engine, run, f"{url}: {engine.reason}")
-        if engine.answers:
-            attempts = [line.attempt for line in self._lines.values() if line.attempt is not None]
-            runs = {attempt.run for attempt in attempts if attempt.engine is engine}
-            for ended in runs - {run, None}:
-                assert ended is not None
-                self._died(engine, ended, f"{url} was started again")
+        if engine.answers and run != engine.noted_run:
+            engine.noted_run = run
+            ended = {attempt.run for _, attempt in self._attempts_in(engine)} - {run, None}
+            for each in ended:
+                self._died(engine, str(each), f"{url} was started again")
         for death in [each for each in self._deaths if each[0] == url]:
             if engine.answers and death[1] == run:
                 self._deaths.remove(death)
                 self._carry_out(self.placement.withdraw(death))
             elif engine.answers or engine.is_dead:
                 self._prove(death)
+
+    def _attempts_in(self, engine: RemoteEngine) -> list[tuple[_Line, _Attempt]]:
+        """Return the lines that an engine has, and the attempts at them. O(their number)."""
+        lines = [self._lines[number] for number in self.placement.lines_of(engine.url)]  # type: ignore[index]
+        return [(line, line.attempt) for line in lines if line.attempt is not None]
 
     def _prove(self, death: tuple[str, str]) -> None:
         """Note that a run of an engine has ended for sure; give up the line that ends engines."""

@@ -87,6 +87,9 @@ class RemoteEngine:
         self.lines_lost = 0
         """Attempts that ended with the engine."""
 
+        self.noted_run: str | None = None
+        """The run whose predecessors are known to have ended."""
+
         self._alive_s = monotonic_s()
         """When it was last known to work."""
 

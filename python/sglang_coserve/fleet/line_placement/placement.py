@@ -140,6 +140,10 @@ class LinePlacement:
         """Return how many lines an engine has."""
         return len(self._engines[engine].in_flight)
 
+    def lines_of(self, engine: str) -> list[Hashable]:
+        """Return the lines that an engine has."""
+        return list(self._engines[engine].in_flight)
+
     def is_suspect(self, line: Hashable) -> bool:
         """Return whether a line may only be served apart."""
         return self._lines[line].suspects is not None
