@@ -125,7 +125,7 @@ async def test_owners_take_turns_at_lists(tmp_path: Path) -> None:
 async def test_a_list_goes_on_behind_a_page_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "_MOST_LISTED", 2)
+    monkeypatch.setattr(service_module, "MOST_ROWS", 2)
     scene = await opened(tmp_path)
     async with scene.service as service:
         ids = [(await scene.upload(b"")).id for _ in range(5)]

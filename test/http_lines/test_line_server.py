@@ -15,8 +15,9 @@ from fastapi.responses import RedirectResponse, Response
 from msgspec.structs import replace
 
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
+from http_lines.heard import Heard
 from http_lines.live_engine import ADMIN_KEY, READY_S, LiveApp, LiveEngine
-from sglang_coserve.http_lines.http_engine import AttemptListener, HttpEngine
+from sglang_coserve.http_lines.http_engine import HttpEngine
 from sglang_coserve.http_lines.messages import (
     EngineLostError,
     EngineRefusesError,
@@ -31,26 +32,6 @@ from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult
 def request(name: str = "a", **body: Any) -> LineRequest:
     """Each name is a line of its own."""
     return LineRequest("batch_1", crc32(name.encode()), ENDPOINT, {"prompt": name, **body})
-
-
-class Heard(AttemptListener):
-    """What was heard of an attempt."""
-
-    def __init__(self, on_tokens: Callable[[Sequence[int]], None] = lambda _: None) -> None:
-        self.runs: list[str] = []
-        self.prompts: list[int] = []
-        self.tokens: list[int] = []
-        self._on_tokens = on_tokens
-
-    def began(self, run: str) -> None:
-        self.runs.append(run)
-
-    def has_prompt(self, tokens: int) -> None:
-        self.prompts.append(tokens)
-
-    def add_tokens(self, token_ids: Sequence[int]) -> None:
-        self.tokens.extend(token_ids)
-        self._on_tokens(token_ids)
 
 
 @asynccontextmanager

@@ -34,7 +34,7 @@ from sglang_coserve.fleet.served_model import ServedModel
 from sglang_coserve.http_lines.http_engine import AttemptListener, HttpEngine
 from sglang_coserve.http_lines.messages import EngineDelays, EngineLostError, EngineRefusesError
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.jsonl.request_line import asked_model, not_served, prefix_key
+from sglang_coserve.jsonl.request_line import not_served, prefix_key
 from sglang_coserve.lines.backend import (
     Backend,
     BackendLoad,
@@ -357,7 +357,7 @@ class FleetBackend(Backend):
     ) -> LineResult:
         """See ``Backend.run``."""
         number = next(self._numbers)
-        asked = asked_model(request.body, self.model_names)
+        asked = self.served.asked_by(request.body)
         line = _Line(number, request, on_tokens, self.model, asked, list(request.generated))
         self._lines[number] = line
         try:

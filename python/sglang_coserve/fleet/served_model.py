@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 
 from sglang_coserve import durable_files
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.jsonl.request_line import not_served
+from sglang_coserve.jsonl.request_line import not_served, served_name
 
 _FILE: Final = "served_model.json"
 """In the data directory of a gateway."""
@@ -44,6 +44,17 @@ class ServedModel(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """The model's; empty while it is unknown."""
         return self.names[0] if self.names else ""
+
+    def asked_by(self, body: Mapping[str, Any]) -> str | None:
+        """Return the name that a request asks for, of the model or of an adapter.
+
+        None if it asks for no name, or for a name that is not among ``names``.
+        """
+        asked = body.get("model")
+        if asked in self.names:
+            return str(asked)
+        adapter = (served_name(asked, self.names) or "").removeprefix(f"{self.name}:")
+        return adapter if adapter in self.names[1:] else None
 
 
 def remembered(data: Path) -> ServedModel:

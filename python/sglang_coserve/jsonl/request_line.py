@@ -242,20 +242,6 @@ def served_name(model: object, names: Sequence[str]) -> str | None:
     return None
 
 
-def asked_model(body: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Return the name that a request asks for, of the model or of an adapter.
-
-    None if it asks for no name, or for a name that is not among ``names``.
-    """
-    model = body.get("model")
-    if not isinstance(model, str) or model in _WHATEVER_IS_SERVED:
-        return None
-    if model in names:
-        return model
-    adapter = (served_name(model, names) or "").rpartition(":")[2]
-    return adapter if adapter in names else None
-
-
 def not_served(model: object, names: Sequence[str]) -> dict[str, str]:
     """Return the error, as OpenAI has it, of a request for a model that is not served."""
     asked = repr(model) if len(repr(model)) <= _MAX_CHARS else f"{repr(model)[:_MAX_CHARS]}…"

@@ -11,6 +11,7 @@ import pytest
 
 from batch.route_calls import completed, texts, until
 from calls import exported
+from http_lines.heard import Heard
 from sglang_coserve.http_lines.http_engine import HttpEngine
 from sglang_coserve.lines.backend import LineMovedError, LineRequest
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment, create, lines
@@ -54,7 +55,7 @@ async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
             heard: list[list[int]] = [[] for _ in numbers]
             with deployment.slowly():
                 attempts = [
-                    asyncio.ensure_future(connection.run(request(n), model, heard[n].extend))
+                    asyncio.ensure_future(connection.run(request(n), model, Heard(heard[n].extend)))
                     for n in numbers
                 ]
                 while sum(map(bool, heard)) < 2:
@@ -65,7 +66,7 @@ async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
             assert all(isinstance(end, LineMovedError) for end in ended), ended
             assert all("draining" in str(end) for end in ended)
             with pytest.raises(LineMovedError, match="draining"):
-                await connection.run(request(0), model, heard[0].extend)
+                await connection.run(request(0), model, Heard(heard[0].extend))
 
             assert await asyncio.to_thread(drain, deployment, "DELETE") == {
                 "is_draining": False,
@@ -73,10 +74,10 @@ async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
                 "requests": 0,
             }
             results = await asyncio.gather(
-                *(connection.run(request(n, heard[n]), model, lambda _: None) for n in numbers)
+                *(connection.run(request(n, heard[n]), model, Heard()) for n in numbers)
             )
             whole = await asyncio.gather(
-                *(connection.run(request(n), model, lambda _: None) for n in numbers)
+                *(connection.run(request(n), model, Heard()) for n in numbers)
             )
             assert [r.body["choices"] for r in results] == [r.body["choices"] for r in whole]
 

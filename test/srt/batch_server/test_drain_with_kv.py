@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from http_lines.heard import Heard
 from sglang_coserve.http_lines.http_engine import HttpEngine
 from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
 from sglang_coserve.lines.result_record import usage_of
@@ -53,7 +54,7 @@ async def drained(
     model = (await connection.report()).model
     heard: list[list[int]] = [[] for _ in requests]
     attempts = [
-        asyncio.ensure_future(connection.run(each, model, tokens.extend))
+        asyncio.ensure_future(connection.run(each, model, Heard(tokens.extend)))
         for each, tokens in zip(requests, heard, strict=True)
     ]
     await until(lambda: min(map(len, heard)) >= TOKENS_BEFORE)
@@ -83,12 +84,12 @@ async def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(
             model = (await connection.report()).model
             results = await asyncio.gather(
                 *(
-                    connection.run(request(n, heard[n], moved[n].kv), model, lambda _: None)
+                    connection.run(request(n, heard[n], moved[n].kv), model, Heard())
                     for n in numbers
                 )
             )
             whole = await asyncio.gather(
-                *(connection.run(request(n), model, lambda _: None) for n in numbers)
+                *(connection.run(request(n), model, Heard()) for n in numbers)
             )
         assert [r.body["choices"] for r in results] == [r.body["choices"] for r in whole]
         again = [computed(result, heard[n]) for n, result in enumerate(results)]
@@ -104,7 +105,7 @@ async def test_a_line_that_starts_over_leaves_nothing(server: Deployment, direct
             penalised = request(7, frequency_penalty=0.5, max_tokens=400)
             model = (await connection.report()).model
             with server.slowly():
-                attempt = asyncio.ensure_future(connection.run(penalised, model, lambda _: None))
+                attempt = asyncio.ensure_future(connection.run(penalised, model, Heard()))
                 heard, moved = await drained(server, connection, [request(8, max_tokens=400)])
             with pytest.raises(LineMovedError) as error:
                 await attempt
@@ -112,7 +113,7 @@ async def test_a_line_that_starts_over_leaves_nothing(server: Deployment, direct
             # A name that leads elsewhere is none.
             kv = MovedKv(f"../{moved[0].kv.name}", moved[0].kv.tokens)
             again = request(8, heard[0], kv, max_tokens=400)
-            result = await connection.run(again, model, lambda _: None)
+            result = await connection.run(again, model, Heard())
             assert result.is_ok
             (left,) = directory.iterdir()
             left.unlink()

@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from http_lines.heard import Heard
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.http_lines.http_engine import HttpEngine
+from sglang_coserve.http_lines.http_engine import AttemptListener, HttpEngine
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment
@@ -83,21 +84,21 @@ class Watched:
 
     def watch(self) -> None:
         for engine in self.fleet.engines:
-            engine.connection.run = self._recording(  # type: ignore[method-assign]
-                engine.url, engine.connection.run
+            engine.http.run = self._recording(  # type: ignore[method-assign]
+                engine.url, engine.http.run
             )
 
     def _recording(self, url: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        async def recorded(
-            request: LineRequest, model: str, receive: Callable[[Sequence[int]], None], *rest: Any
-        ) -> Any:
+        async def recorded(request: LineRequest, model: str, listener: AttemptListener) -> Any:
             self.attempts.setdefault(request.line, []).append((url, request))
+            add_tokens = listener.add_tokens
 
             def counted(tokens: Sequence[int]) -> None:
                 self.tokens[url] += len(tokens)
-                receive(tokens)
+                add_tokens(tokens)
 
-            return await run(request, model, counted, *rest)
+            listener.add_tokens = counted  # type: ignore[method-assign]
+            return await run(request, model, listener)
 
         return recorded
 
@@ -126,7 +127,7 @@ async def undisturbed(server: Deployment, numbers: Sequence[int]) -> dict[int, A
     async with HttpEngine(server.base_url, ADMIN_KEY) as connection:
         model = (await connection.report()).model
         results = await asyncio.gather(
-            *(connection.run(request(n), model, ignore) for n in numbers)
+            *(connection.run(request(n), model, Heard()) for n in numbers)
         )
     return {n: result.body["choices"] for n, result in zip(numbers, results, strict=True)}
 

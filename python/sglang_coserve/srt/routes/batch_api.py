@@ -146,7 +146,7 @@ async def _complete_report(manager: Any, health: Health, report: EngineReport) -
         online_running=load.online.running,
         pool=load.pool,
         wants=load.wants,
-        refuses="the engine is draining" if health.is_draining else report.refuses,
+        refuses=report.refuses or ("the engine is draining" if health.is_draining else None),
     )
 
 
