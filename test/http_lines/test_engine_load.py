@@ -44,6 +44,12 @@ def test_replicas_add_up_and_the_slowest_says_how_long() -> None:
     assert total([BUSY]) == BUSY
 
 
+def test_a_load_is_read_as_the_scheduler_has_published_it() -> None:
+    load = IDLE.model_copy(update={"pool": "strict", "wants": WantedLines(300, 500, 2)})
+    assert ReplicaLoad(**load.model_dump()) == load
+    assert ReplicaLoad.model_validate_json(load.model_dump_json()) == load
+
+
 def test_any_replica_may_get_a_line_that_is_taken_over() -> None:
     long, short = (
         IDLE.model_copy(update={"pool": "strict", "wants": wants})

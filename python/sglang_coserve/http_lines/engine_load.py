@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, field_validator
 
 from sglang_coserve.config.coserve import Pool
 from sglang_coserve.json_documents import JsonDocument
@@ -80,6 +80,12 @@ class ReplicaLoad(JsonDocument):
 
     wants: WantedLines | None = None
     """Of a strict engine; None while it wants none."""
+
+    @field_validator("wants", mode="before")
+    @classmethod
+    def _read_wants(cls, value: Any) -> Any:
+        """Take the fields of a dataclass, too, which strict documents would refuse."""
+        return WantedLines(**value) if isinstance(value, dict) else value
 
 
 class KvFormat(JsonDocument):
