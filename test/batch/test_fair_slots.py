@@ -435,6 +435,26 @@ async def test_wrong_estimates_cost_nothing_where_lines_end_before_the_next_is_a
     assert await lines_beside_another(4000) >= await lines_beside_another(100)
 
 
+async def test_lines_of_many_bytes_leave_others_their_share_of_the_pot() -> None:
+    async with Turns(128, 128 * 128) as pot:
+        pot.add("small", 100, turns=5)
+        alone = await pot.go(100)
+        pot.add("large", 32 * 128, turns=5)
+        await pot.go(50)
+        beside = await pot.go(100)
+    assert beside["small"] > 0.4 * alone["small"]
+    assert beside["large"] * 32 > 0.4 * alone["small"]
+
+
+async def test_tokens_alone_count_where_bytes_are_no_more_than_the_tokens() -> None:
+    async with Turns(128, 128 * 128) as pot:
+        pot.add("short", 1, turns=5)
+        pot.add("long", 512, turns=5, tokens=1000)
+        await pot.go(500)
+        got = await pot.go(1000)
+    assert got["short"] * 100 == pytest.approx(got["long"] * 1000, rel=0.1)
+
+
 async def test_former_owners_are_forgotten_beside_an_owner_who_is_held() -> None:
     async with Turns() as pot:
         pot.add("always")

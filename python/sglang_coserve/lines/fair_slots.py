@@ -8,6 +8,9 @@ counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, 
   line's tokens.
 - A line counts with its estimated tokens while it is in flight, and with its real tokens
   afterwards.
+- A line whose bytes take the room of N lines counts with at least N times the mean tokens of a
+  line. Otherwise equal tokens of large lines would fill the pot, and nobody else's lines would have
+  room (dominant shares: Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
 - Idle time earns nothing: an owner who begins to wait, or is held no longer, starts level with the
   owners who are being served.
 
@@ -34,6 +37,9 @@ LineWait = Literal["slot", "model", "suspect", "engine"]
 """Reason why a line that is next is not in the engine: other lines have the slots; the model is
 being exchanged; a line that may have crashed the engine runs alone; an attempt has failed, and the
 next one is due later."""
+
+_MEAN_LINES: Final = 64
+"""How many lines the mean tokens of a line are taken over: an eighth of a pot of 512."""
 
 _PARTS: Final = 16
 """An owner's part of a pot is one of so many: 32 of 512 lines, which keep a small batch of an
@@ -79,8 +85,11 @@ class Grant:
 
     job: JobShare
     size_bytes: int
+    byte_tokens: int
+    """Tokens of as many mean lines as its bytes take the room of."""
+
     tokens: int
-    """What it counts for while it is in flight."""
+    """What it counts with while it is in flight."""
 
     number: int
     granted: asyncio.Future[None]
@@ -176,6 +185,9 @@ class FairSlots:
         """Former owners, by what they were served. They are remembered while that is more than a
         newcomer starts with: nobody earns anything by leaving."""
 
+        self._mean_tokens = 0.0
+        """Of the lines that have ended lately."""
+
         self._last_served_tokens = 0
         """What the owner was served who got the last slot of the common rest, before that slot."""
 
@@ -226,7 +238,9 @@ class FairSlots:
         assert job in self._jobs
         turns = self._owners[job.owner].turns
         granted = asyncio.get_running_loop().create_future()
-        turn = Grant(job, size_bytes, estimated_tokens, next(self._numbers), granted)
+        byte_tokens = round(size_bytes / self._max_bytes * self._max_lines * self._mean_tokens)
+        tokens = max(estimated_tokens, byte_tokens)
+        turn = Grant(job, size_bytes, byte_tokens, tokens, next(self._numbers), granted)
         turns.add(turn)
         self._place(job.owner)
         self._grant_soon()
@@ -239,12 +253,17 @@ class FairSlots:
                 self._place(job.owner)
                 self._grant_soon()
             else:
-                self.release(turn, 0)
+                self._end(turn, 0)
             raise
         return turn
 
     def release(self, grant: Grant, tokens: int) -> None:
         """Release the slot of a line that has ended and took ``tokens``."""
+        self._mean_tokens += (tokens - self._mean_tokens) / _MEAN_LINES
+        self._end(grant, max(tokens, grant.byte_tokens))
+
+    def _end(self, grant: Grant, tokens: int) -> None:
+        """Release a slot that costs its owner ``tokens``."""
         name = grant.job.owner
         self._count(grant, -1)
         self._owners[name].served_tokens += tokens
