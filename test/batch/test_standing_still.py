@@ -110,6 +110,20 @@ async def test_for_the_disk(tmp_path: Path) -> None:
         await scene.ends(batch.id)
 
 
+async def test_a_batch_that_is_paused_waits_for_the_disk_no_more(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, reserved_bytes=1 << 60)
+    async with scene.service as service:
+        batch = await scene.create(lines(3))
+        await told(scene, batch.id, "disk")
+        paused = await service.change_batch(OWNER, batch.id, "pause")
+        assert paused.coserve.waiting_for == "paused"
+        await scene.once(batch.id, lambda batch: batch.coserve.warning is None)
+        await service.change_batch(OWNER, batch.id, "resume")
+        await told(scene, batch.id, "disk")
+        object.__setattr__(service.context.limits, "reserved_bytes", 1)
+        await scene.ends(batch.id)
+
+
 async def test_for_another_attempt_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
