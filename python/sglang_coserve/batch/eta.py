@@ -2,8 +2,8 @@
 
 An ETA is what remains of a batch, divided by the rate that it gets. The engine's measured rate of
 offline tokens is shared as ``fair_slots`` shares it: alike between owners, and among the batches of
-an owner one after the other. An owner who is done leaves the rate to the others. Batches of an owner
-who is held back are not forecast.
+an owner one after the other. An owner who is done leaves the rate to the others. Owners who are
+held back have no forecasts.
 """
 
 from __future__ import annotations
