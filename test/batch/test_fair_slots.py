@@ -163,7 +163,7 @@ async def test_having_been_away_earns_nothing() -> None:
     await asyncio.sleep(0)
     slots.release(grant, 10)
     await waiting
-    assert slots._owners["away"].taken > 1000
+    assert slots._owners["away"].counter > 1000
 
 
 async def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
@@ -320,6 +320,157 @@ async def test_a_pot_that_grows_or_that_is_no_longer_held_goes_on() -> None:
         pot.slots.hold({})
         await pot.settled()
         assert granted(asked) == 5
+
+
+class Turns:
+    """A pot of 32 lines, which all owners want; a line of 100 tokens ends after one turn."""
+
+    def __init__(self, max_lines: int = 32, max_bytes: int = 1 << 30) -> None:
+        self.slots = FairSlots(max_lines, max_bytes)
+        self.ended: Counter[str] = Counter()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._in_flight: list[tuple[int, Grant, int]] = []
+        self._now = 0
+
+    def add(
+        self,
+        owner: str,
+        size_bytes: int = 1,
+        turns: int = 1,
+        tokens: int = 100,
+        expected: int | None = None,
+        asks_late: bool = False,
+    ) -> None:
+        """Add an owner who sends such lines without end; ``expected`` tokens, if not as many.
+
+        Lines may end before one who ``asks_late`` asks for its next slot.
+        """
+
+        async def send() -> None:
+            job = JobShare(owner, 0, 0.0)
+            self.slots.join(job)
+            try:
+                while True:
+                    grant = await self.slots.acquire(job, size_bytes, expected or tokens)
+                    self._in_flight.append((self._now + turns, grant, tokens))
+                    if asks_late:
+                        await asyncio.sleep(0)
+                        await asyncio.sleep(0)
+            finally:
+                self.slots.leave(job)
+
+        self._tasks.append(asyncio.create_task(send()))
+
+    async def go(self, turns: int) -> Counter[str]:
+        """Let turns pass; return how many lines ended in them, by owner."""
+        before = self.ended.copy()
+        for _ in range(turns):
+            await self._settle()
+            self._now += 1
+            running, self._in_flight = self._in_flight, []
+            for end, grant, tokens in running:
+                if end > self._now:
+                    self._in_flight.append((end, grant, tokens))
+                else:
+                    self.slots.release(grant, tokens)
+                    await asyncio.sleep(0)
+                    self.ended[grant.job.owner] += 1
+        return self.ended - before
+
+    async def _settle(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+            while self.slots._is_granting:
+                await asyncio.sleep(0)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for each in self._tasks:
+            each.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def test_nobody_gets_more_beside_an_owner_who_is_held_or_after_a_hold() -> None:
+    async with Turns() as pot:
+        pot.add("always")
+        pot.add("held")
+        await pot.go(5)
+        pot.slots.hold({"held": "quota"})
+        await pot.go(500)
+        pot.add("new")
+        got = await pot.go(100)
+        assert got["new"] == pytest.approx(got["always"], abs=64)
+        pot.slots.hold({})
+        got = await pot.go(99)
+        for owner in ("always", "held", "new"):
+            assert got[owner] == pytest.approx(32 * 99 / 3, abs=64)
+
+
+async def test_an_owner_with_one_long_line_lowers_nobodys_level_nor_its_own() -> None:
+    async with Turns() as pot:
+        pot.add("always")
+        job = JobShare("straggler", 0, 0.0)
+        pot.slots.join(job)
+        await pot.slots.acquire(job, 1, 100)
+        await pot.go(500)
+        pot.add("new")
+        got = await pot.go(100)
+        assert got["new"] == pytest.approx(got["always"], abs=64)
+        pot.add("straggler")
+        got = await pot.go(99)
+        for owner in ("always", "straggler", "new"):
+            assert got[owner] == pytest.approx(31 * 99 / 3, abs=64)
+
+
+async def test_wrong_estimates_cost_nothing_where_lines_end_before_the_next_is_asked_for() -> None:
+    async def lines_beside_another(expected: int) -> int:
+        async with Turns() as pot:
+            pot.add("other", turns=7)
+            pot.add("late", turns=7, expected=expected, asks_late=True)
+            await pot.go(700)
+            return (await pot.go(700))["late"]
+
+    assert await lines_beside_another(4000) >= await lines_beside_another(100)
+
+
+async def test_lines_of_many_bytes_leave_others_their_share_of_the_pot() -> None:
+    async with Turns(128, 128 * 128) as pot:
+        pot.add("small", 100, turns=5)
+        alone = await pot.go(100)
+        pot.add("large", 32 * 128, turns=5)
+        await pot.go(50)
+        beside = await pot.go(100)
+    assert beside["small"] > 0.4 * alone["small"]
+    assert beside["large"] * 32 > 0.4 * alone["small"]
+
+
+async def test_tokens_alone_count_where_bytes_are_no_more_than_the_tokens() -> None:
+    async with Turns(128, 128 * 128) as pot:
+        pot.add("short", 1, turns=5)
+        pot.add("long", 512, turns=5, tokens=1000)
+        await pot.go(500)
+        got = await pot.go(1000)
+    assert got["short"] * 100 == pytest.approx(got["long"] * 1000, rel=0.1)
+
+
+async def test_former_owners_are_forgotten_beside_an_owner_who_is_held() -> None:
+    async with Turns() as pot:
+        pot.add("always")
+        pot.add("held")
+        await pot.go(5)
+        pot.slots.hold({"held": "quota"})
+        for number in range(300):
+            asking = asyncio.create_task(one_line(pot.slots, f"former-{number}"))
+            await pot.go(2)
+            await asking
+        assert len(pot.slots._owners) < 10
+
+
+async def one_line(slots: FairSlots, owner: str) -> None:
+    async with slots.one(JobShare(owner, 0, 0.0), 100):
+        pass
 
 
 async def test_a_line_costs_the_same_beside_any_number_of_jobs() -> None:

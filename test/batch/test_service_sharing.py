@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batch.scenarios import OWNER, lines, opened
-from batch.scripted_backend import ScriptedBackend, name_of
+from batch.scripted_backend import ScriptedBackend, failure, name_of
 from batch.test_eta import calls_of
 from sglang_coserve.batch import job_lines
 from sglang_coserve.batch import service as service_module
@@ -55,6 +55,45 @@ async def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> 
         assert Counter(order) == {"greedy": 10, "modest": 10}
         first = {request.batch_id for request in backend.started[seen:]} - {modest.id}
         assert first == {ids[4]}
+
+
+async def test_an_owner_whose_lines_fail_gets_no_more_than_another(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True)
+    scene = await opened(tmp_path, backend, max_in_flight=1)
+    async with scene.service:
+        for owner in ("failing", "served"):
+            batch = await scene.create(lines(40, owner), owner=owner)
+            await scene.reaches(batch.id, "in_progress", owner=owner)
+        await scene.in_flight(1)
+        for count in range(2, 22):
+            running = backend.in_flight[0]
+            is_failing = name_of(running.request).startswith("failing")
+            running.finish(failure(400) if is_failing else None)
+            await scene.clock.until(lambda n=count: len(backend.started) == n)  # type: ignore[misc]
+        order = Counter(name_of(request).split("-")[0] for request in backend.started)
+        assert order["failing"] <= order["served"]
+
+
+async def test_a_line_that_is_cancelled_costs_what_the_engine_has_done_for_it(
+    tmp_path: Path,
+) -> None:
+    backend = ScriptedBackend(holds=True)
+    scene = await opened(tmp_path, backend, max_in_flight=2)
+    async with scene.service as service:
+        other = await scene.create(lines(2), owner="other")
+        await scene.in_flight(2)
+        batch = await scene.create(lines(2, max_tokens=1000))
+        backend.finish_all()
+        await scene.reaches(other.id, "completed", owner="other")
+        await scene.in_flight(2)
+        for each in backend.in_flight:
+            each.generate(5)
+        owner = service.context.slots._owners[OWNER]
+        before = owner.served_tokens
+        await service.change_batch(OWNER, batch.id, "pause")
+        await scene.in_flight(0)
+        await scene.clock.until(lambda: not owner.lines)
+        assert 2 * (10 + 5) < owner.served_tokens - before < 2 * 100
 
 
 async def test_a_large_line_of_one_key_holds_nobody_elses(tmp_path: Path) -> None:

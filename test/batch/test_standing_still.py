@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from batch.scenarios import OWNER, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend, failure
 from batch.test_engine_deaths import died_of_three_lines
 from sglang_coserve.batch.schemas import BatchObject
+from sglang_coserve.batch.store import file_rows
 
 
 async def told(scene: Scene, batch_id: str, reason: str | None) -> BatchObject:
@@ -110,6 +112,20 @@ async def test_for_the_disk(tmp_path: Path) -> None:
         await scene.ends(batch.id)
 
 
+async def test_a_batch_that_is_paused_waits_for_the_disk_no_more(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, reserved_bytes=1 << 60)
+    async with scene.service as service:
+        batch = await scene.create(lines(3))
+        await told(scene, batch.id, "disk")
+        paused = await service.change_batch(OWNER, batch.id, "pause")
+        assert paused.coserve.waiting_for == "paused"
+        await scene.once(batch.id, lambda batch: batch.coserve.warning is None)
+        await service.change_batch(OWNER, batch.id, "resume")
+        await told(scene, batch.id, "disk")
+        object.__setattr__(service.context.limits, "reserved_bytes", 1)
+        await scene.ends(batch.id)
+
+
 async def test_for_another_attempt_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,11 +190,48 @@ async def test_a_quota_holds_from_the_start_and_until_a_batch_ends(tmp_path: Pat
         await scene.in_flight(2)
     scene = await opened(tmp_path, backend, max_stored_bytes_per_owner=1)
     async with scene.service as service:
-        await told(scene, batch.id, "quota")
+        waits = await told(scene, batch.id, "quota")
+        assert "cancel a batch or delete files" in (waits.coserve.warning or "")
         assert not backend.in_flight
         await service.change_batch(OWNER, batch.id, "cancel")
         await scene.ends(batch.id)
         await scene.clock.until(lambda: not held(scene))
+
+
+async def test_who_is_held_takes_no_part_in_forecasts(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
+    scene = await opened(tmp_path, backend)
+    async with scene.service:
+        large = await scene.create(lines(50, max_tokens=1000))
+        await scene.reaches(large.id, "in_progress")
+        small = await scene.create(lines(5, max_tokens=1000), owner="small")
+        await scene.reaches(small.id, "in_progress", owner="small")
+    scene = await opened(tmp_path, backend, max_stored_bytes_per_owner=3000)
+    async with scene.service as service:
+        held_back = await told(scene, large.id, "quota")
+        assert held_back.coserve.eta is None
+        left_s = 5 * (1000 + 100 / 4) / 100.0
+        eta = (await service.retrieve_batch("small", small.id)).coserve.eta
+        assert eta is not None and eta - scene.clock.now_s() == pytest.approx(left_s, rel=0.05)
+        assert service.runner.headroom().required_tokens_per_s < 1.0
+
+
+async def test_no_commit_waits_for_the_sums_of_quotas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_stored_bytes_per_owner=MIB)
+    async with scene.service:
+        await scene.create(lines(2))
+        threads = []
+
+        def stored(*_: object) -> tuple[int, int]:
+            threads.append(threading.current_thread().name)
+            return 2 * MIB, 1
+
+        monkeypatch.setattr(file_rows, "stored", stored)
+        scene.service.runner._written_bytes.clear()
+        await scene.clock.until(lambda: held(scene))
+        assert all(name.startswith("coserve-lists") for name in threads)
 
 
 async def test_owners_without_a_quota_wait_before_the_disk_is_full(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 An ETA is what remains of a batch, divided by the rate that it gets. The engine's measured rate of
 offline tokens is shared as ``fair_slots`` shares it: alike between owners, and among the batches of
-an owner one after the other. An owner who is done leaves the rate to the others.
+an owner one after the other. An owner who is done leaves the rate to the others. Owners who are
+held back have no forecasts.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Forecasts:
     A look at one of the batches, or at a new one, is O(log n).
 
     Args:
-        batches: Those that are being served, or soon will be.
+        batches: Those that are being served, or soon will be; none of owners who are held back.
         rate_per_s: Tokens a second of all offline work; more than 0. None if unknown.
     """
 

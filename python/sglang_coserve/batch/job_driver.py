@@ -85,14 +85,14 @@ class JobDriver:
         ``batch`` is the batch as it is now, which this driver may not have seen yet.
         """
         share, backend = self.share, self._context.backend
+        if batch.status is Status.IN_PROGRESS and batch.is_paused:
+            return "paused"
         if self._fault is not None:
             return "disk" if self._fault.code == _DISK_FAULT else "error"
         if batch.status is Status.VALIDATING:
             return "check"
         if batch.status is not Status.IN_PROGRESS:
             return None
-        if batch.is_paused:
-            return "paused"
         if backend.stalled_by:
             return "engine"
         if share.lines_in_engine:
@@ -114,11 +114,15 @@ class JobDriver:
         self._changed.set()
 
     async def _run(self) -> None:
+        work: tuple[Status, bool] | None = None
         while not self.record.status.is_final:
             # Before the state is read: a change after that is noticed.
             self._changed.clear()
             try:
                 self.record = await self._context.store.run(batch_rows.find, self.record.id)
+                before, work = work, (self.record.status, self.record.is_paused)
+                if work != before:
+                    self._forget_failures()  # They were of other work.
                 await self._advance(self.record)
                 self._forget_failures()
             except _InterruptedError:

@@ -90,8 +90,11 @@ class JobSupervisor:
     def eta(self, latest: JobRecord) -> Eta | None:
         """Return the ETA of a batch that is, or soon will be, served. O(log n).
 
-        ``latest`` is the batch as it is now, which its driver may not have seen yet.
+        ``latest`` is the batch as it is now, which its driver may not have seen yet. Nobody knows
+        how long an owner is held.
         """
+        if latest.owner in self._context.slots.held:
+            return None
         return self._forecasts.eta(latest, self._context.clock.now_s())
 
     def headroom(self) -> Headroom:
@@ -192,7 +195,12 @@ class JobSupervisor:
 
     def _prospects(self) -> tuple[list[JobRecord], float | None]:
         """Return the batches that are, or soon will be, served, and the rate of all of them."""
-        served = [record for record in self.unfinished() if record.will_be_served]
+        held = self._context.slots.held
+        served = [
+            record
+            for record in self.unfinished()
+            if record.will_be_served and record.owner not in held
+        ]
         rate_per_s = self._context.backend.load().offline_tokens_per_s or None
         return served, rate_per_s
 
@@ -221,11 +229,11 @@ class JobSupervisor:
         for owner, size_bytes in written.items():
             if size_bytes == before.get(owner) and owner not in slots.held:
                 continue
-            used_bytes, _ = await context.store.run(file_rows.stored, owner)
+            used_bytes, _ = await context.store.lists.run(file_rows.stored, owner)
             if used_bytes > quota_bytes:
                 held[owner] = (
                     f"this key has {used_bytes:,} bytes of files, and may have {quota_bytes:,}: its"
-                    " batches go on when files are deleted or expire"
+                    " batches wait for room: cancel a batch or delete files"
                 )
         slots.hold(held)
 

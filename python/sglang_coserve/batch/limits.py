@@ -154,12 +154,13 @@ class BatchLimits:
         """
         if free_bytes < self.min_free_bytes:
             raise StorageError(
-                "the server's disk is full: delete files, or wait until others have expired"
+                "the server's disk is full: cancel a batch or delete files, or wait until others"
+                " have expired"
             )
         if files > self.max_files_per_owner:
             raise QuotaError(
                 f"this key may have {self.max_files_per_owner:,} files, results included:"
-                " delete files"
+                " cancel a batch or delete files"
             )
         limit_bytes, allowed = self.max_stored_bytes_per_owner, "allowed"
         if limit_bytes is None:
@@ -167,5 +168,5 @@ class BatchLimits:
         if used_bytes > limit_bytes:
             raise QuotaError(
                 f"this key has {used_bytes:,} bytes of files, and {limit_bytes:,} bytes are"
-                f" {allowed}: delete files"
+                f" {allowed}: cancel a batch or delete files"
             )

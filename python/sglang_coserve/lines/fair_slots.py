@@ -2,15 +2,21 @@
 
 Owners get equal shares, however many jobs they have. An owner's share goes to the job of the
 highest priority, among equals to the one with the earliest deadline. Owners have virtual token
-counters: the owner with the fewest tokens goes next, and an owner who joins or returns starts level
-with the least served, so that idle time earns nothing (Sheng et al., "Fairness in Serving Large
-Language Models", OSDI 2024, section 4.1). Two owners who always wait differ by at most one line's
-tokens. A line counts with its estimated tokens while it is in flight, and with its real tokens
-afterwards.
+counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4.1):
+
+- The owner with the fewest tokens goes next. Two owners who always wait differ by at most one
+  line's tokens.
+- A line counts with its estimated tokens while it is in flight, and with its real tokens
+  afterwards.
+- A line whose bytes take the room of N lines counts with at least N times the mean tokens of a
+  line. Otherwise equal tokens of large lines would fill the pot, and nobody else's lines would have
+  room (dominant shares: Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
+- Idle time earns nothing: an owner who begins to wait, or is held no longer, starts level with the
+  owners who are being served.
 
 A line in flight is never taken back, and may take hours. So the pot has a part for each owner: an
-owner with less than a sixteenth of its lines and bytes in flight sends another line at once, even
-where others have all of the pot.
+owner with less than a sixteenth of the pot's lines and bytes in flight sends another line at once,
+even where others have all of the pot.
 """
 
 from __future__ import annotations
@@ -31,6 +37,9 @@ LineWait = Literal["slot", "model", "suspect", "engine"]
 """Reason why a line that is next is not in the engine: other lines have the slots; the model is
 being exchanged; a line that may have crashed the engine runs alone; an attempt has failed, and the
 next one is due later."""
+
+_MEAN_LINES: Final = 64
+"""How many lines the mean tokens of a line are taken over: an eighth of a pot of 512."""
 
 _PARTS: Final = 16
 """An owner's part of a pot is one of so many: 32 of 512 lines, which keep a small batch of an
@@ -76,7 +85,12 @@ class Grant:
 
     job: JobShare
     size_bytes: int
-    estimated_tokens: int
+    byte_tokens: int
+    """Tokens of as many mean lines as its bytes take the room of."""
+
+    tokens: int
+    """What it counts with while it is in flight."""
+
     number: int
     granted: asyncio.Future[None]
     is_of_part: bool = False
@@ -93,31 +107,24 @@ _TURN: Final = attrgetter("turn")
 
 @dataclass(slots=True)
 class _OwnerShare:
-    """What an owner has in flight, has taken so far, and waits for."""
+    """What an owner was served, has in flight, and waits for."""
 
-    name: str
     jobs: int = 0
-    served: int = 0
-    """Tokens of finished lines, plus what levelling has added."""
+    served_tokens: int = 0
+    """Tokens of the lines that have ended, plus what levelling has added."""
 
-    tokens_in_flight: int = 0
-    """Estimated tokens of the lines in flight."""
-
+    tokens: int = 0
     lines: int = 0
     size_bytes: int = 0
+    """What is in flight."""
+
     turns: SortedKeyList[Grant] = field(default_factory=lambda: SortedKeyList(key=_TURN))
     """Lines that wait, one of each job."""
 
     @property
-    def taken(self) -> int:
-        """Sort key: the owner with the smallest value goes next."""
-        return self.served + self.tokens_in_flight
-
-    def next_turn(self) -> Grant | None:
-        """Return the line that goes next; None without one."""
-        while self.turns and self.turns[0].granted.cancelled():
-            del self.turns[0]
-        return self.turns[0] if self.turns else None
+    def counter(self) -> int:
+        """The virtual token counter: the owner with the smallest one goes next."""
+        return self.served_tokens + self.tokens
 
 
 class _Order:
@@ -142,9 +149,9 @@ class _Order:
         if owner in self._keys:
             self._sorted.remove((self._keys.pop(owner), owner))
 
-    def first(self) -> tuple[int, str] | None:
-        """Return the least number and its owner; None if there are no owners."""
-        return self._sorted[0] if self._sorted else None
+    def first(self) -> str | None:
+        """Return the owner with the least number; None if there are no owners."""
+        return self._sorted[0][1] if self._sorted else None
 
 
 class FairSlots:
@@ -165,20 +172,24 @@ class FairSlots:
 
         self._jobs: set[JobShare] = set()
         self._owners: dict[str, _OwnerShare] = {}
-        """Owners with a job or a line in flight, and former owners who would gain by being
-        forgotten."""
+        """Owners with a job or a line in flight, and those in ``_ahead``."""
 
         self._waiting = _Order()
-        """Owners whose lines wait, by what they have taken."""
+        """Owners who wait and may be served, by their counters: the first one goes next."""
 
         self._in_part = _Order()
-        """Owners in ``_waiting`` whose next line has room in their part."""
+        """Those of them whose next line has room in their part: the first one goes next where the
+        common rest is full."""
 
-        self._busy = _Order()
-        """Owners whose lines wait or are in flight, by what they were served."""
+        self._ahead = _Order()
+        """Former owners, by what they were served. They are remembered while that is more than a
+        newcomer starts with: nobody earns anything by leaving."""
 
-        self._gone = _Order()
-        """Former owners, by what they were served."""
+        self._mean_tokens = 0.0
+        """Of the lines that have ended lately."""
+
+        self._last_served_tokens = 0
+        """What the owner was served who got the last slot of the common rest, before that slot."""
 
         self._held: Mapping[str, str] = MappingProxyType({})
         self._numbers = count()
@@ -194,7 +205,7 @@ class FairSlots:
         changed = owners.keys() ^ self._held.keys()
         self._held = dict(owners)
         for name in changed & self._owners.keys():
-            self._place(self._owners[name])
+            self._place(name)
         self._grant_soon()
 
     def resize(self, max_lines: int, max_bytes: int | None = None) -> None:
@@ -203,24 +214,21 @@ class FairSlots:
         if size == (self._max_lines, self._max_bytes):
             return
         self._max_lines, self._max_bytes = size
-        for owner in self._owners.values():
-            self._place(owner)
+        for name in self._owners:
+            self._place(name)
         self._grant_soon()
 
     def join(self, job: JobShare) -> None:
         """Add a job."""
         self._jobs.add(job)
-        owner = self._owners.setdefault(job.owner, _OwnerShare(job.owner))
-        owner.jobs += 1
-        self._gone.drop(owner.name)
-        self._level(owner)
+        self._owners.setdefault(job.owner, _OwnerShare()).jobs += 1
+        self._ahead.drop(job.owner)
 
     def leave(self, job: JobShare) -> None:
         """Remove a job; its lines in flight must still be released."""
         self._jobs.remove(job)
-        owner = self._owners[job.owner]
-        owner.jobs -= 1
-        self._forget(owner)
+        self._owners[job.owner].jobs -= 1
+        self._forget(job.owner)
 
     async def acquire(self, job: JobShare, size_bytes: int, estimated_tokens: int) -> Grant:
         """Wait until ``job`` may send its next line; return the slot, to be released.
@@ -228,34 +236,39 @@ class FairSlots:
         At most one call per job at a time.
         """
         assert job in self._jobs
-        owner = self._owners[job.owner]
-        self._level(owner)
+        turns = self._owners[job.owner].turns
         granted = asyncio.get_running_loop().create_future()
-        turn = Grant(job, size_bytes, estimated_tokens, next(self._numbers), granted)
-        owner.turns.add(turn)
-        self._place(owner)
+        byte_tokens = round(size_bytes / self._max_bytes * self._max_lines * self._mean_tokens)
+        tokens = max(estimated_tokens, byte_tokens)
+        turn = Grant(job, size_bytes, byte_tokens, tokens, next(self._numbers), granted)
+        turns.add(turn)
+        self._place(job.owner)
         self._grant_soon()
         try:
             with job.waiting("slot"):
                 await granted
         except asyncio.CancelledError:
-            if granted.cancelled():
-                owner.turns.discard(turn)
-                self._place(owner)
-                self._forget(owner)
+            if turn in turns:
+                turns.remove(turn)
+                self._place(job.owner)
                 self._grant_soon()
             else:
-                self.release(turn, 0)
+                self._end(turn, 0)
             raise
         return turn
 
     def release(self, grant: Grant, tokens: int) -> None:
         """Release the slot of a line that has ended and took ``tokens``."""
-        owner = self._owners[grant.job.owner]
+        self._mean_tokens += (tokens - self._mean_tokens) / _MEAN_LINES
+        self._end(grant, max(tokens, grant.byte_tokens))
+
+    def _end(self, grant: Grant, tokens: int) -> None:
+        """Release a slot that costs its owner ``tokens``."""
+        name = grant.job.owner
         self._count(grant, -1)
-        owner.served += tokens
-        self._place(owner)
-        self._forget(owner)
+        self._owners[name].served_tokens += tokens
+        self._place(name)
+        self._forget(name)
         self._grant_soon()
 
     @asynccontextmanager
@@ -280,45 +293,53 @@ class FairSlots:
         grant.job.lines_in_flight += sign
         owner.lines += sign
         owner.size_bytes += size_bytes
-        owner.tokens_in_flight += sign * grant.estimated_tokens
+        owner.tokens += sign * grant.tokens
         self.lines_in_flight += sign
         self.bytes_in_flight += size_bytes
         if grant.is_of_part:
             self._part_lines += sign
             self._part_bytes += size_bytes
 
-    def _level(self, owner: _OwnerShare) -> None:
-        """Level the counter of an idle owner with the least served of the busy ones."""
-        if owner.name not in self._busy and (least := self._busy.first()) is not None:
-            owner.served = max(owner.served, least[0])
-
-    def _place(self, owner: _OwnerShare) -> None:
-        """Put an owner where it belongs in every order."""
-        name, turn = owner.name, owner.next_turn()
-        if turn is None or name in self._held:
+    def _place(self, name: str) -> None:
+        """Put an owner where it belongs among those who wait; level it if it was not there."""
+        owner = self._owners[name]
+        if not owner.turns or name in self._held:
             self._waiting.drop(name)
             self._in_part.drop(name)
+            return
+        if name not in self._waiting:
+            # Estimates that are given back when lines end put an owner behind, and it may ask for
+            # the next slot a moment later: it may be behind by as much as it has in flight.
+            behind_tokens = self._level_tokens() - (owner.counter + owner.tokens)
+            owner.served_tokens += max(0, behind_tokens)
+        self._waiting.put(name, owner.counter)
+        if self._has_part(owner, owner.turns[0].size_bytes):
+            self._in_part.put(name, owner.counter)
         else:
-            self._waiting.put(name, owner.taken)
-            if self._has_part(owner, turn.size_bytes):
-                self._in_part.put(name, owner.taken)
-            else:
-                self._in_part.drop(name)
-        if turn is None and not owner.lines:
-            self._busy.drop(name)
-        else:
-            self._busy.put(name, owner.served)
+            self._in_part.drop(name)
 
-    def _forget(self, owner: _OwnerShare) -> None:
-        """Forget owners who have left, except those who would gain by it when they return."""
+    def _level_tokens(self) -> int:
+        """Return what a newcomer starts with: the tokens that the owner was served who goes next,
+        or of the owner who went last, if these are fewer.
+
+        An owner who does not wait, or is held, may have been served next to nothing.
+        """
+        first = self._waiting.first()
+        if first is None:
+            return self._last_served_tokens
+        return min(self._last_served_tokens, self._owners[first].served_tokens)
+
+    def _forget(self, name: str) -> None:
+        """Forget former owners, except those who would gain by it when they return."""
+        owner = self._owners[name]
         if not owner.jobs and not owner.lines:
-            self._gone.put(owner.name, owner.served)
-        least = self._busy.first()
-        while (gone := self._gone.first()) is not None:
-            if self._jobs and (least is None or gone[0] > least[0]):
+            self._ahead.put(name, owner.served_tokens)
+        level_tokens = self._level_tokens()
+        while (first := self._ahead.first()) is not None:
+            if self._jobs and self._owners[first].served_tokens > level_tokens:
                 return
-            self._gone.drop(gone[1])
-            del self._owners[gone[1]]
+            self._ahead.drop(first)
+            del self._owners[first]
 
     def _grant_soon(self) -> None:
         if not self._is_granting:
@@ -332,29 +353,26 @@ class FairSlots:
         end at once, all slots would go to the jobs that happen to be waiting.
         """
         self._is_granting = False
-        owner, is_of_part = self._first(self._waiting), False
-        if owner is not None and not self._has_room(owner.turns[0].size_bytes):
+        name, is_of_part = self._waiting.first(), False
+        if name is not None and not self._has_room(self._owners[name].turns[0].size_bytes):
             # The next owner waits for the common rest, where nobody overtakes.
-            owner, is_of_part = self._first(self._in_part), True
-            if owner is not None and not self._have_parts_room(owner.turns[0].size_bytes):
-                return
-        if owner is None:
+            name, is_of_part = self._in_part.first(), True
+        if name is None:
             return
-        grant = owner.turns.pop(0)
+        owner = self._owners[name]
+        grant = owner.turns[0]
+        if is_of_part:
+            if not self._have_parts_room(grant.size_bytes):
+                return
+        else:
+            self._last_served_tokens = owner.served_tokens
+        del owner.turns[0]
         grant.is_of_part = is_of_part
         self._count(grant, 1)
-        self._place(owner)
-        grant.granted.set_result(None)
+        self._place(name)
+        if not grant.granted.cancelled():  # If it is, ``acquire`` is about to release the slot.
+            grant.granted.set_result(None)
         self._grant_soon()
-
-    def _first(self, order: _Order) -> _OwnerShare | None:
-        """Return the first owner of ``order``, who has a line that waits."""
-        while (found := order.first()) is not None:
-            owner = self._owners[found[1]]
-            self._place(owner)  # The line that was its next may be waited for no more.
-            if order.first() == found:
-                return owner
-        return None
 
     def _has_room(self, size_bytes: int) -> bool:
         """Return whether the common rest has room for a line."""

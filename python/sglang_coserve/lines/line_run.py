@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.jsonl.lines import FileLine
@@ -23,6 +23,9 @@ from sglang_coserve.lines.result_record import encode_record, usage_of
 from sglang_coserve.lines.serve_line import LineContext, serve_line
 
 _log = logging.getLogger(__name__)
+
+_NO_ANSWER: Final = {"max_tokens": 0}
+"""A body of which only the prompt takes tokens."""
 
 
 class OutputLengths:
@@ -141,7 +144,7 @@ class LineRun:
                     slot = await slots.acquire(job.share, line.size_bytes, estimated_tokens)
                     task = tasks.create_task(self._serve(line, request, estimated_tokens))
                     # As a callback: a task that is cancelled before it starts runs no code.
-                    task.add_done_callback(partial(self._release, slot))
+                    task.add_done_callback(partial(self._release, slot, line))
             for each in meanwhile:
                 each.cancel()
 
@@ -179,7 +182,10 @@ class LineRun:
         return parsed
 
     async def _serve(self, line: FileLine, request: RequestLine, estimated_tokens: int) -> int:
-        """Serve a line and write its record; return the tokens that it took."""
+        """Serve a line and write its record; return the tokens that it took.
+
+        A line that failed counts with its estimate: it may have had its slot for hours.
+        """
         limit = output_limit(request.body)
         line_request = LineRequest(
             batch_id=self._job.id,
@@ -202,7 +208,7 @@ class LineRun:
             self._lengths.add(limit, usage.output_tokens)
         await self._record(line, request.custom_id, result, estimated_tokens, model)
         self._journal.drop(line.number)
-        return usage.total_tokens
+        return usage.total_tokens if result.is_ok else max(usage.total_tokens, estimated_tokens)
 
     async def _record(
         self,
@@ -233,8 +239,12 @@ class LineRun:
     def _estimate(self, line: FileLine, body: Mapping[str, Any]) -> int:
         return estimate_tokens(line.size_bytes, body, self._job.context_tokens)
 
-    def _release(self, slot: Grant, task: asyncio.Task[int]) -> None:
-        tokens = 0 if task.cancelled() or task.exception() else task.result()
+    def _release(self, slot: Grant, line: FileLine, task: asyncio.Task[int]) -> None:
+        if task.cancelled() or task.exception():
+            generated = self._journal.tokens(line.number)
+            tokens = self._estimate(line, _NO_ANSWER) + len(generated)
+        else:
+            tokens = task.result()
         self._context.slots.release(slot, tokens)
 
     async def _journal_regularly(self) -> None:

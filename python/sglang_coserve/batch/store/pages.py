@@ -12,7 +12,9 @@ from sglang_coserve.batch.store.records import decode
 _T = TypeVar("_T")
 
 MOST_ROWS: Final = 1000
-"""Most rows of a page. So many files take 4 ms, in which no other list is read."""
+"""Most rows of a page. So many files take 4 ms, in which no other list is read. Rows that are not
+of the page's purpose or status, or have expired, are parsed, too, before the next one is found:
+100,000 of them take 0.1 s, and with an index of all these columns 0.07."""
 
 _NAMES: Final = {"files": "file", "batches": "batch"}
 
