@@ -123,3 +123,35 @@ def test_an_output_that_would_overwrite_the_input(
         for output in (source, tmp_path / "x.jsonl"):
             with pytest.raises(InputFileError, match="would overwrite the input"):
                 client.submit_jsonl(source, output)
+
+
+def test_modes_that_a_mount_does_not_have_are_a_warning(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    """As on vfat or SMB, where no chmod would help."""
+    write_lines(source, [line("a", faults=["hang"])])
+    with CoserveClient(server.base_url) as client:
+        client.submit_jsonl(source, output)
+        eventually(lambda: server.bodies)
+    directory = data_directory(output)
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o777)
+    code, stdout, stderr = submit(source, output, server.base_url)
+    assert (code, "1 ok" in stdout) == (0, True)
+    (warning,) = stderr.splitlines()
+    assert warning.startswith(f"{directory} holds prompts and answers, and others")
+
+
+def test_a_directory_that_cannot_be_used_is_told_in_the_words_of_the_command(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line("a", faults=["hang"])])
+    with CoserveClient(server.base_url) as client:
+        client.submit_jsonl(source, output)
+        eventually(lambda: server.bodies)
+    database = data_directory(output) / "coserve.sqlite"
+    database.write_bytes(b"nonsense" * 1000)
+    with CoserveClient(server.base_url) as client:
+        with pytest.raises(InputFileError, match="or choose another output") as caught:
+            client.submit_jsonl(source, output).wait()
+    assert "data-dir" not in str(caught.value) and "this server" not in str(caught.value)

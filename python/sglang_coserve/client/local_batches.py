@@ -81,7 +81,13 @@ async def open_local_batches(
     async with server:
         try:
             service = await BatchService.open(
-                directory, server, limits, dies_with_engine=False, retry_policy=policy
+                directory,
+                server,
+                limits,
+                dies_with_engine=False,
+                retry_policy=policy,
+                hint="choose another output",
+                must_be_private=False,
             )
         except InUseError as error:
             raise InputFileError(
