@@ -95,8 +95,9 @@ class AsyncCoserveClient:
         from sglang_coserve.client.line_server import LineServer
         from sglang_coserve.client.local_batches import open_local_batches
 
-        server = LineServer(self._base_url, self._api_key, self._options, self._places)
-        return open_local_batches(data_directory(output), server, self._options)
+        directory = data_directory(output)
+        server = LineServer(self._base_url, self._api_key, self._options, self._places, directory)
+        return open_local_batches(directory, server, self._options)
 
     async def results(self, job: AsyncJob) -> AsyncGenerator[BatchResult]:
         """Yield every result of ``job``, those of earlier runs too, until it has ended.

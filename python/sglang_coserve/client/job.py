@@ -23,7 +23,13 @@ from sglang_coserve.client.submission import (
     file_digest,
     submission_path,
 )
-from sglang_coserve.errors import ConfigError, InputFileError, RequestError, ServerError
+from sglang_coserve.errors import (
+    ConfigError,
+    CoserveError,
+    InputFileError,
+    RequestError,
+    ServerError,
+)
 from sglang_coserve.jsonl.lines import read_lines
 from sglang_coserve.lines.background import to_its_end
 
@@ -167,9 +173,10 @@ class AsyncJob:
         poll_s = _FIRST_POLL_S
         try:
             while (batch := await self._look(api, batch["id"]))["status"] not in FINAL_STATUSES:
-                await api.wait(poll_s)
+                api.raise_if_given_up(batch)
+                await asyncio.sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
-        except (asyncio.CancelledError, ServerError):
+        except (asyncio.CancelledError, CoserveError):
             if self._is_local:
                 await to_its_end(self._stop(api, batch["id"]))
             raise
