@@ -28,6 +28,7 @@ from sglang_coserve.durable_files import append, sync_names
 from sglang_coserve.errors import InputFileError, ServerError
 from sglang_coserve.lines.background import to_its_end
 from sglang_coserve.lines.serve_line import RetryPolicy
+from sglang_coserve.terminal import printable
 
 Batch: TypeAlias = Mapping[str, Any]
 """A batch as the server shows it: OpenAI's object, with ``coserve`` beside."""
@@ -125,7 +126,7 @@ class BatchApi(Caller):
                     "POST",
                     "/v1/files",
                     data={"purpose": "batch"},
-                    files={"file": (source.name, file)},
+                    files={"file": (printable(source.name), file)},
                     timeout=self._upload_timeout,
                 )
                 assert isinstance(request.stream, httpx.AsyncByteStream)
