@@ -260,3 +260,16 @@ async def test_results_that_nobody_has_fetched_do_not_expire(
         await api.fetch(batch["output_file_id"], output)
         assert await api.has_file(file_id)
     assert len(results_by_line(output)) == 20
+
+
+def test_paths_are_those_of_the_call(
+    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(tmp_path / "in.jsonl", [line("a", faults=["slow 0.1"])])
+    monkeypatch.chdir(tmp_path)
+    with CoserveClient(server.base_url) as client:
+        job = client.submit_jsonl("in.jsonl", "out.jsonl")
+        monkeypatch.chdir("/")
+        assert job.wait().ok == 1
+        assert len(list(client.results(job))) == 1
+    assert names(tmp_path) == {"in.jsonl", "out.jsonl", "out.batch.json"}

@@ -65,7 +65,8 @@ class AsyncCoserveClient:
                 API key.
             ServerGoneError: it could not be asked for ``retry_for_s``.
         """
-        source, output = Path(source), Path(output)
+        # Absolute: the caller may change the working directory while the job runs.
+        source, output = Path(source).absolute(), Path(output).absolute()
         check_files(source, output)  # Before a server is waited for.
         is_local = await self._is_local(output, use_batch)
         opened = self._local_batches(output) if is_local else nullcontext(self.batches)
