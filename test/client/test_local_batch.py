@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,16 @@ from client.batch_files import results_by_line, write_lines
 from client.coserve_process import end, start_submit, submit, submit_json
 from client.fault_server import FaultServer
 from sglang_coserve.client import (
+    AsyncJob,
+    Batch,
+    BatchApi,
     BatchOptions,
     ClientOptions,
     CoserveClient,
     JobState,
     RetryPolicy,
 )
+from sglang_coserve.client.batch_api import batch_of
 from sglang_coserve.client.line_server import LineServer
 from sglang_coserve.client.local_batches import LocalBatchApi, open_local_batches
 from sglang_coserve.client.submission import data_directory, submission_path
@@ -273,3 +278,92 @@ def test_paths_are_those_of_the_call(
         assert job.wait().ok == 1
         assert len(list(client.results(job))) == 1
     assert names(tmp_path) == {"in.jsonl", "out.jsonl", "out.batch.json"}
+
+
+def test_a_batch_that_is_refused_at_once_leaves_nothing(
+    server: FaultServer, source: Path, output: Path, tmp_path: Path
+) -> None:
+    source.write_text(line("a").replace("/v1/completions", "/v1/elsewhere"))
+    code, stdout, stderr = submit(source, output, server.base_url)
+    assert (code, "endpoint must be one of" in stderr) == (2, True)
+    assert "again to continue" not in stdout
+    assert names(tmp_path) == {"in.jsonl", "out.jsonl"}
+
+
+def test_a_kill_during_the_removal_of_a_refused_batch_is_no_dead_end(
+    server: FaultServer,
+    source: Path,
+    output: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good = source.read_bytes()
+    source.write_bytes(good + b"{")
+
+    def killed(path: Path, **_: object) -> None:
+        (path / "lock").unlink(missing_ok=True)
+
+    with CoserveClient(server.base_url) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", killed)
+            with pytest.raises(InputFileError, match="line 21"):
+                client.submit_jsonl(source, output).wait()
+        source.write_bytes(good)
+        assert client.submit_jsonl(source, output).wait().ok == 20
+    assert names(tmp_path) == {"in.jsonl", "out.jsonl", "out.batch.json"}
+
+
+def test_the_same_command_is_advised_where_it_helps(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    write_lines(source, [line("a", faults_forever="503")])
+    flags = ("--retry-for", "0.2")
+    advice = "run the same command again to continue"
+    code, stdout, _ = submit(source, output, server.base_url, *flags)
+    assert (code, advice in stdout) == (3, True)
+    code, stdout, stderr = submit(source, output, server.base_url, *flags, "--priority", "1")
+    assert (code, advice in stdout, "was begun with" in stderr) == (2, False, True)
+    content = source.read_bytes()
+    write_lines(source, [line("b")])
+    code, stdout, stderr = submit(source, output, server.base_url, *flags)
+    assert (code, advice in stdout, "the input has changed" in stderr) == (2, False, True)
+    source.write_bytes(content)
+    assert data_directory(output).exists()
+
+
+RECORD = b'{"id":"batch_req_1_1","custom_id":"a","response":null,"error":null}\n'
+
+
+class _FailedAtItsEnd(BatchApi):
+    """Has a batch whose disk has failed after its window, with a record."""
+
+    def __init__(self) -> None:
+        super().__init__("http://a:1", None, RetryPolicy())
+
+    async def upload(self, source: Path) -> str:
+        return source.name
+
+    async def create(self, *_: object) -> Batch:
+        return await self.retrieve("batch_1")
+
+    async def retrieve(self, batch_id: str) -> Batch:
+        faults = [{"message": "the disk failed"}]
+        counts = {"total": 2, "completed": 1, "failed": 0}
+        status = {"id": batch_id, "status": "failed", "errors": {"data": faults}}
+        return batch_of({**status, "request_counts": counts, "output_file_id": "file-1"})
+
+    async def fetch(self, _file_id: str, path: Path) -> None:
+        path.write_bytes(RECORD)
+
+    async def delete(self, file_id: str) -> None:
+        pass
+
+
+async def test_a_batch_that_has_failed_with_records_keeps_them(source: Path, output: Path) -> None:
+    for _ in range(2):
+        opened = nullcontext(_FailedAtItsEnd())
+        job = AsyncJob(source, output, opened, BatchOptions(), is_local=True)
+        with pytest.raises(InputFileError, match=r"batch_1 has failed; what it had .*\n.*disk"):
+            await job.wait()
+        assert not job.can_continue
+        assert output.read_bytes() == RECORD

@@ -223,7 +223,7 @@ def _describe(job: AsyncJob, output: Path) -> str:
     if status.state.value != "completed":
         if not status.is_local and status.batch_state not in (None, *FINAL_STATUSES):
             lines.append(f"the server goes on with it, unless: coserve cancel {status.batch_id}")
-        if status.batch_state != "cancelled":
+        if job.can_continue:
             lines.append("run the same command again to continue")
     return "\n".join(lines)
 
