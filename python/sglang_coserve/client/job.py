@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -119,7 +119,7 @@ class AsyncJob:
 
     @property
     def can_continue(self) -> bool:
-        """Whether the same submission, once more, would go on where this job has ended."""
+        """True if the same submission, once more, would go on where this job has ended."""
         has_other_options = not (self._task.cancelled() or self.is_running) and isinstance(
             self._task.exception(), ConfigError
         )
@@ -170,9 +170,9 @@ class AsyncJob:
             check_outcome(self._batch, self._source)
         finally:
             self._ended_s = time.monotonic()
-            if self._is_local:
-                await asyncio.to_thread(self._submission.clear)
-            self._submission.close()
+            with closing(self._submission):
+                if self._is_local:
+                    await asyncio.to_thread(self._submission.clear)
 
     async def _follow(self, api: BatchApi, submission: Submission) -> Batch:
         """Return the batch at its end, with all its records in the output."""

@@ -122,7 +122,7 @@ class SubmissionFile:
 
     @property
     def can_be_continued(self) -> bool:
-        """Whether there is a submission that has not ended."""
+        """True while there is a submission that has not ended."""
         return self._current is not None and self._current.ended is None
 
     def load(self, input_digest: str, batch_options: BatchOptions, *, is_local: bool) -> Submission:
