@@ -86,7 +86,7 @@ PLACES: Final[dict[str, str]] = {
     "guard/grammar_process.py::_structural_tag": OWN_PROCESS,
     # What the engine has answered.
     "batch/responses/responses.py::_record": "an engine's answer",
-    "http_lines/plain_server.py::_result": "an engine's answer",
+    "http_lines/plain_server.py::_json_or_text": "an engine's answer",
     "lines/result_record.py::usage_in_record": "an engine's answer, after a crash",
     "srt/batch_backend/backend.py::line_result": "an error of SGLang's",
     # What our own processes say: the gateway, engines, schedulers, the database.

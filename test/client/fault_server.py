@@ -27,7 +27,8 @@ class FaultServer:
         self.paths: list[str] = []
         self.authorization: list[str | None] = []
         self.most_active = 0
-        self.refuses_keys = False
+        self.refuses_keys_with: int | None = None
+        """A status."""
         self.on_request: Callable[[int], None] = lambda _count: None
         """Called with the number of requests so far, before each is answered."""
         self._attempts: Counter[str] = Counter()
@@ -92,8 +93,8 @@ class FaultServer:
             self._active -= 1
 
     async def _answer(self, body: dict[str, Any], request: web.BaseRequest) -> web.StreamResponse:
-        if self.refuses_keys:
-            return _json({"error": {"message": "no such key"}}, 401)
+        if self.refuses_keys_with:
+            return _json({"error": {"message": "no such key"}}, self.refuses_keys_with)
         attempt = self._attempts[_prompt(body)]
         self._attempts[_prompt(body)] += 1
         faults = body.get("faults", [])

@@ -234,6 +234,20 @@ def stored(app: LiveApp) -> set[str]:
     return {file["id"] for file in listed["data"]}
 
 
+@pytest.mark.parametrize("is_local", [False, True], ids=["server", "here"])
+def test_names_that_are_not_utf_8(app: LiveApp, tmp_path: Path, is_local: bool) -> None:
+    """As old archives and mounts have them."""
+    source, output = (
+        tmp_path / os.fsdecode(name) for name in (b"in-\xff.jsonl", b"out-\xff.jsonl")
+    )
+    source.write_bytes(lines(2))
+    flags = ["--no-batch"] if is_local else []
+    code, stdout, stderr = submit(source, output, app.base_url, *flags)
+    assert (code, stderr) == (1 if is_local else 0, "")  # The application has no other routes.
+    assert r"out-\udcff.jsonl" in stdout
+    assert len(list(read_results(output))) == 2
+
+
 def test_inputs_do_not_outlive_their_batches(app: LiveApp, source: Path, output: Path) -> None:
     before = stored(app)
     batch_id = run(app, source, output).batch_id

@@ -232,16 +232,30 @@ def test_a_server_that_dies_and_comes_back_costs_nothing_but_time(
     assert len(results_by_line(output)) == 150
 
 
+@pytest.mark.parametrize("status", [401, 403])
 def test_a_refused_key_stops_the_run_without_records(
-    server: FaultServer, source: Path, output: Path
+    server: FaultServer, source: Path, output: Path, status: int
 ) -> None:
     write_lines(source, [line(f"id-{n}") for n in range(20)])
-    server.refuses_keys = True
+    server.refuses_keys_with = status
     with pytest.raises(ServerError, match="refuses the API key"):
         submit(server.base_url, source)
     assert results_by_line(output) == {}
-    server.refuses_keys = False
+    server.refuses_keys_with = None
     assert submit(server.base_url, source).ok == 20
+
+
+@pytest.mark.parametrize("others", [["slow 0.3"], []], ids=["first", "later"])
+def test_a_line_for_which_the_key_is_no_good_is_an_error_record(
+    server: FaultServer, source: Path, output: Path, others: list[str]
+) -> None:
+    """Also where its answer is the first: the others show that the key is good."""
+    lines = [line(f"id-{n}", faults=others) for n in range(7)]
+    write_lines(source, [*lines, line("not yours", faults_forever="403")])
+    status = submit(server.base_url, source)
+    assert (status.ok, status.failed) == (7, 1)
+    error = results_by_line(output)[8].error
+    assert error and error.code == "http_403"
 
 
 def test_closing_the_client_stops_its_jobs_and_frees_the_output(

@@ -22,6 +22,7 @@ from sglang_coserve.bench_serving.one_run import make_ready
 from sglang_coserve.client import (
     AsyncCoserveClient,
     AsyncJob,
+    Batch,
     BatchApi,
     ClientOptions,
     CoserveClient,
@@ -70,13 +71,16 @@ async def test_a_job_is_cancelled_also_while_a_timeout_within_it_ends(
 ) -> None:
     jobs: list[AsyncJob] = []
 
-    async def wait(_api: BatchApi, _seconds: float) -> None:
+    retrieve = LocalBatchApi.retrieve
+
+    async def interrupted(api: BatchApi, batch_id: str) -> Batch:
         with suppress(TimeoutError):
             async with asyncio.timeout(0):
                 asyncio.get_running_loop().call_soon(jobs[0].cancel)
                 await asyncio.sleep(3600)
+        return await retrieve(api, batch_id)
 
-    monkeypatch.setattr(LocalBatchApi, "wait", wait)
+    monkeypatch.setattr(LocalBatchApi, "retrieve", interrupted)
     write_lines(source, [line("endless", faults=["hang"])])
     async with asyncio.timeout(GIVE_UP_S), AsyncCoserveClient(server.base_url) as client:
         jobs.append(await client.submit_jsonl(source, output))

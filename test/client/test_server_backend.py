@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -36,10 +37,10 @@ THERE: dict[str, list[Attempt]] = {
 
 async def watched(attempts: list[Attempt]) -> str | None:
     """Return why lines are not served after these attempts."""
-    server = LineServer("http://a:1", None, ClientOptions(), asyncio.Semaphore(1))
+    server = LineServer("http://a:1", None, ClientOptions(), asyncio.Semaphore(1), Path())
     for attempt in attempts:
         server._note(*attempt)
-    await server.watch(0.0)
+    server.raise_if_given_up()
     return server.stalled_by
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_coserve.client.options import BatchOptions
 from sglang_coserve.client.output_files import errors_path
 from sglang_coserve.client.submission import (
     Submission,
@@ -22,14 +23,17 @@ from sglang_coserve.errors import ConfigError, InputFileError
 
 FIRST = Submission("digest", "key", input_file_id="file-1")
 SECOND = replace(FIRST, batch_id="batch_1")
+OPTIONS = BatchOptions()
 LOCAL = replace(SECOND, is_local=True)
 ENDED = replace(LOCAL, ended={"request_counts": {"completed": 1, "failed": 0}})
 
 
-def load(output: Path, *saved: Submission, is_local: bool = False) -> Submission:
+def load(
+    output: Path, *saved: Submission, is_local: bool = False, options: BatchOptions = OPTIONS
+) -> Submission:
     file = SubmissionFile(output)
     try:
-        found = file.load("digest", is_local=is_local)
+        found = file.load("digest", options, is_local=is_local)
         for each in saved:
             file.save(each)
         return found
@@ -124,3 +128,32 @@ def test_a_new_batch_begins_with_an_empty_directory(output: Path) -> None:
     with pytest.raises(InputFileError, match="is not from coserve submit"):
         load(output, is_local=True)
     assert (directory / "notes").exists()
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_other_options_are_refused(output: Path, is_local: bool) -> None:
+    begun = replace(SECOND, is_local=is_local, batch_options=BatchOptions("2h", 1))
+    save(output, begun)
+    data_directory(output).mkdir()
+    for other in (BatchOptions("3h", 1), BatchOptions("2h"), BatchOptions(priority=1)):
+        with pytest.raises(ConfigError, match=r"begun with the window 2h and .*: give the same"):
+            load(output, is_local=is_local, options=other)
+    assert load(output, is_local=is_local, options=BatchOptions("2h", 1)) == begun
+
+
+def test_a_directory_that_cannot_be_removed_is_told(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batch would go on."""
+    directory = data_directory(output)
+    directory.mkdir()
+    (directory / "lock").touch()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(InputFileError, match="cannot remove"):
+            load(output, is_local=True)
+    assert not submission_path(output).exists()

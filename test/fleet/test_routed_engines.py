@@ -152,6 +152,16 @@ async def test_a_router_that_shows_its_models_and_refuses_lines_rests() -> None:
         await asyncio.wait({serving})
 
 
+async def test_a_router_may_refuse_a_single_line() -> None:
+    async with routed() as (router, fleet):
+        await fleet.ready()
+        router.statuses = [200, 403]
+        assert (await fleet.run(request("good"), lambda _: None)).is_ok
+        refused = await fleet.run(request("not yours"), lambda _: None)
+        assert (refused.status_code, refused.is_retryable) == (403, False)
+        assert all(engine.is_up for engine in fleet.engines)
+
+
 async def test_a_wrong_key_is_told() -> None:
     async with routed(key="guess") as (_, fleet):
         (engine,) = fleet.engines

@@ -16,7 +16,7 @@ Files in journal/ and order/ may be deleted at any time. The server deletes them
 full.
 
 It holds what users have sent and got, so it is its owner's alone: whatever the umask, files
-are made with the mode 0600 and directories with 0700, and wider ones are refused.
+are made with the mode 0600 and directories with 0700. A server refuses wider ones.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ _ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
 _SPARE_BYTES: Final = 1 << 20
 """Takes a start, and the first cancellations and deletions, on a disk that others have filled."""
 
+OTHER_DIRECTORY: Final = "name another --coserve-data-dir"
+"""What to do about a directory that a server cannot use."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -61,8 +64,15 @@ class DataDirectory:
     ``in_doubt/``; after a crash, ``settle`` looks at marked files only.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self, root: Path, *, hint: str = OTHER_DIRECTORY, must_be_private: bool = True
+    ) -> None:
+        """``hint`` says in errors what to do about a directory that cannot be used. Unless it
+        ``must_be_private``, wide modes are a warning: some mounts know no others.
+        """
         self.root = root
+        self._hint = hint
+        self._must_be_private = must_be_private
         self.database = root / "coserve.sqlite"
         self.in_flight = root / "in_flight"
         self.fatal_signal = root / "fatal_signal"
@@ -101,8 +111,7 @@ class DataDirectory:
         except OSError as error:
             self.close()
             raise StartupError(
-                f"cannot use the data directory {self.root}: {error.strerror};"
-                " name another --coserve-data-dir"
+                f"cannot use the data directory {self.root}: {error.strerror}; {self._hint}"
             ) from error
 
     def _probe(self) -> None:
@@ -131,25 +140,28 @@ class DataDirectory:
         if number:
             _log.warning(
                 "the disk of %s is full: %d journals or orders (%d bytes) of batches were deleted;"
-                " their half-done lines start over if the server crashes",
+                " their half-done lines start over after a crash",
                 *(self.root, number, size_bytes),
             )
 
     def _check_private(self, path: Path) -> None:
-        """Refuse what other users can read or write. Links are followed."""
+        """Refuse, or warn of, what other users can read or write. Links are followed."""
         found = path.stat()
         if found.st_uid != os.geteuid():
             raise StartupError(
-                f"{path} belongs to the user with the number {found.st_uid}, and this server runs"
-                f" as {os.geteuid()}: name a --coserve-data-dir of its own, or, if its content is"
-                f" to be trusted: chown -R {os.geteuid()} {quote(str(self.root))}"
+                f"{path} belongs to the user with the number {found.st_uid}, and this process runs"
+                f" as {os.geteuid()}: {self._hint}, or, if its content is to be trusted:"
+                f" chown -R {os.geteuid()} {quote(str(self.root))}"
             )
         if found.st_mode & 0o077:
-            raise StartupError(
+            fault = (
                 f"{path} holds prompts and answers, and others than its owner may read or write"
-                f" it (mode {stat.S_IMODE(found.st_mode):04o}):"
-                f" chmod -R go= {quote(str(self.root))}"
+                f" it (mode {stat.S_IMODE(found.st_mode):04o})"
             )
+            if self._must_be_private:
+                raise StartupError(f"{fault}: chmod -R go= {quote(str(self.root))}")
+            if path == self.root:
+                _log.warning("%s", fault)
 
     def _lock(self) -> None:
         try:
@@ -157,7 +169,7 @@ class DataDirectory:
         except BlockingIOError:
             raise InUseError(
                 f"the data directory {self.root} is in use by another server:"
-                " stop that one, or name another --coserve-data-dir"
+                f" stop that one, or {self._hint}"
             ) from None
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from sglang_coserve.batch.admission import new_batch
 from sglang_coserve.batch.context import EventDelivery, JobContext, open_engine_lines
-from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.data_directory import OTHER_DIRECTORY, DataDirectory
 from sglang_coserve.batch.eta import Headroom
 from sglang_coserve.batch.file_store import FileStore, Transfers
 from sglang_coserve.batch.job_supervisor import JobSupervisor
@@ -95,6 +95,8 @@ class BatchService:
         clock: Clock | None = None,
         rng: random.Random | None = None,
         retry_policy: RetryPolicy | None = None,
+        hint: str = OTHER_DIRECTORY,
+        must_be_private: bool = True,
     ) -> Self:
         """Open or create ``directory``, and continue its unfinished batches.
 
@@ -103,7 +105,7 @@ class BatchService:
         recorded to learn from it at the next start. ``background`` runs the service's tasks; by
         default the service has a supervisor of its own. ``rng`` makes the ids, so it must be one
         that cannot be guessed. ``retry_policy`` is by default that of ``limits``; it must give up
-        no engine.
+        no engine. ``hint`` and ``must_be_private`` are for ``DataDirectory``.
 
         Raises:
             StartupError: the directory cannot be used, or another server is using it.
@@ -111,10 +113,10 @@ class BatchService:
         limits, clock = limits or BatchLimits(), clock or Clock()
         async with AsyncExitStack() as opened:
             try:
-                data = DataDirectory(directory)
+                data = DataDirectory(directory, hint=hint, must_be_private=must_be_private)
                 data.open()
                 opened.callback(data.close)
-                store = await Store.open(data.database, data.make_room)
+                store = await Store.open(data.database, data.make_room, hint)
                 opened.push_async_callback(store.close)
                 threads = WorkerThreads("coserve-files", _FILE_THREADS)
                 opened.push_async_callback(threads.close)

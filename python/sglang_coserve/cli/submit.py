@@ -134,9 +134,9 @@ def submit(
             if wanted and wanted != output and job.status.state is JobState.COMPLETED:
                 await asyncio.to_thread(write_table, job.output, wanted)
             if flags.as_json:
-                typer.echo(json.dumps(_summary(job, error)))
+                typer.echo(json.dumps(_summary(job, output, error)))
             elif not flags.quiet:
-                say(_describe(job))
+                say(_describe(job, output))
             if error:
                 raise error
             if job.status.state is JobState.CANCELLED:
@@ -193,16 +193,20 @@ def _cancel_on_signal(job: AsyncJob) -> list[int]:
     return received
 
 
-def _summary(job: AsyncJob, error: CoserveError | None) -> dict[str, Any]:
+def _summary(job: AsyncJob, output: Path, error: CoserveError | None) -> dict[str, Any]:
+    from sglang_coserve.client.output_files import errors_path
+
     return job.status.to_dict() | {
-        "output": str(job.output),
-        "errors": str(job.errors),
+        "output": str(output),
+        "errors": str(errors_path(output)),
         "error": str(error) if error else None,
     }
 
 
-def _describe(job: AsyncJob) -> str:
+def _describe(job: AsyncJob, output: Path) -> str:
+    """Return the summary for people, with ``output`` as it was given."""
     from sglang_coserve.client.batch_api import FINAL_STATUSES
+    from sglang_coserve.client.output_files import errors_path
 
     status = job.status
     tokens = status.prompt_tokens + status.completion_tokens
@@ -211,15 +215,15 @@ def _describe(job: AsyncJob) -> str:
         f"{status.state.value}: {status.ok} ok, {status.failed} failed{earlier}",
         f"{tokens} tokens ({status.prompt_tokens} prompt, {status.completion_tokens} completion)"
         f" in {status.elapsed_s:.1f} s: {status.tokens_per_s:.1f} tokens/s",
-        f"results: {job.output}",
+        f"results: {output}",
     ]
     if status.failed:
-        lines.append(f"errors: {job.errors}")
+        lines.append(f"errors: {errors_path(output)}")
         lines += _main_reason(job.errors)
     if status.state.value != "completed":
         if not status.is_local and status.batch_state not in (None, *FINAL_STATUSES):
             lines.append(f"the server goes on with it, unless: coserve cancel {status.batch_id}")
-        if status.batch_state != "cancelled":
+        if job.can_continue:
             lines.append("run the same command again to continue")
     return "\n".join(lines)
 

@@ -65,7 +65,8 @@ class AsyncCoserveClient:
                 API key.
             ServerGoneError: it could not be asked for ``retry_for_s``.
         """
-        source, output = Path(source), Path(output)
+        # Absolute: the caller may change the working directory while the job runs.
+        source, output = Path(source).absolute(), Path(output).absolute()
         check_files(source, output)  # Before a server is waited for.
         is_local = await self._is_local(output, use_batch)
         opened = self._local_batches(output) if is_local else nullcontext(self.batches)
@@ -95,8 +96,9 @@ class AsyncCoserveClient:
         from sglang_coserve.client.line_server import LineServer
         from sglang_coserve.client.local_batches import open_local_batches
 
-        server = LineServer(self._base_url, self._api_key, self._options, self._places)
-        return open_local_batches(data_directory(output), server, self._options)
+        directory = data_directory(output)
+        server = LineServer(self._base_url, self._api_key, self._options, self._places, directory)
+        return open_local_batches(directory, server, self._options)
 
     async def results(self, job: AsyncJob) -> AsyncGenerator[BatchResult]:
         """Yield every result of ``job``, those of earlier runs too, until it has ended.

@@ -28,6 +28,7 @@ from sglang_coserve.durable_files import append, sync_names
 from sglang_coserve.errors import InputFileError, ServerError
 from sglang_coserve.lines.background import to_its_end
 from sglang_coserve.lines.serve_line import RetryPolicy
+from sglang_coserve.terminal import printable
 
 Batch: TypeAlias = Mapping[str, Any]
 """A batch as the server shows it: OpenAI's object, with ``coserve`` beside."""
@@ -49,9 +50,6 @@ _FAULT: Final[dict[str, Any]] = {"line": None, "message": ""}
 
 FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 
-_OUTPUT_S: Final = 30 * 86_400
-"""The longest that the server takes."""
-
 _RANGE_BYTES: Final = 64 << 20
 """So much of a file is asked for at once: what runs in this process answers from memory."""
 
@@ -70,6 +68,10 @@ class BatchApi(Caller):
 
     default_window: ClassVar[str] = "24h"
     """The window of a batch for which none is given."""
+
+    output_retention_s: ClassVar[int | None] = 30 * 86_400
+    """When outputs expire after the end of their batch: the longest that a server takes; None for
+    never."""
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class BatchApi(Caller):
                     "POST",
                     "/v1/files",
                     data={"purpose": "batch"},
-                    files={"file": (source.name, file)},
+                    files={"file": (printable(source.name), file)},
                     timeout=self._upload_timeout,
                 )
                 assert isinstance(request.stream, httpx.AsyncByteStream)
@@ -140,14 +142,15 @@ class BatchApi(Caller):
         self, file_id: str, endpoint: str, window: str, key: str, options: Mapping[str, Any]
     ) -> Batch:
         """Begin a batch with these ``coserve`` options; the same ``key`` again returns the same
-        one. Its outputs expire 30 days after its end."""
-        body = {
+        one. Its outputs expire ``output_retention_s`` after its end."""
+        body: dict[str, Any] = {
             "input_file_id": file_id,
             "endpoint": endpoint,
             "completion_window": window,
             "coserve": dict(options),
-            "output_expires_after": {"anchor": "created_at", "seconds": _OUTPUT_S},
         }
+        if (seconds := self.output_retention_s) is not None:
+            body["output_expires_after"] = {"anchor": "created_at", "seconds": seconds}
         headers = {"idempotency-key": key}
         return batch_of(await self._call("POST", "/v1/batches", json=body, headers=headers))
 
@@ -244,9 +247,13 @@ class BatchApi(Caller):
             _raise_if_longer(path, size_bytes, content.position_bytes)
         return is_part and begins_at < size_bytes < (whole_bytes or 0)
 
-    async def wait(self, seconds: float) -> None:
-        """Wait until the next look at a batch."""
-        await asyncio.sleep(seconds)
+    def raise_if_given_up(self, batch: Batch) -> None:
+        """Check, where this process serves ``batch``, that it still can.
+
+        Raises:
+            ServerError: the server to which lines are sent is gone, or refuses the API key.
+            InputFileError: the disk has kept the batch from going on for ``retry_for_s``.
+        """
 
     async def stop(self) -> None:
         """Serve no more lines, where this process serves them; the finished ones can be fetched."""

@@ -226,7 +226,7 @@ class _PassingError(Exception):
 def _raise_if_passing(answer: httpx.Response) -> None:
     """Raise ``_PassingError`` for an answer that retrying may change."""
     if answer.status_code in _PASSING and _error(answer).get("code") not in _LASTING_CODES:
-        raise _PassingError(f"HTTP {answer.status_code}: {_message(answer)}")
+        raise _PassingError(f"HTTP {answer.status_code}: {error_message(answer)}")
 
 
 class RefusedError(RequestError):
@@ -253,7 +253,7 @@ def raise_if_refused(answer: httpx.Response) -> None:
     if answer.is_success:
         return
     _raise_if_passing(answer)
-    reason = f"HTTP {status}: {_message(answer)}"
+    reason = f"HTTP {status}: {error_message(answer)}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise KeyRefusedError(reason)
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -297,5 +297,6 @@ def _error(answer: httpx.Response) -> Mapping[str, Any]:
     return error if isinstance(error, dict) else {"message": error}
 
 
-def _message(answer: httpx.Response) -> str:
+def error_message(answer: httpx.Response) -> str:
+    """Return what an answer that is no success says."""
     return str(_error(answer).get("message") or answer.text[:500])

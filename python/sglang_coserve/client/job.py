@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,13 @@ from sglang_coserve.client.submission import (
     file_digest,
     submission_path,
 )
-from sglang_coserve.errors import ConfigError, InputFileError, RequestError, ServerError
+from sglang_coserve.errors import (
+    ConfigError,
+    CoserveError,
+    InputFileError,
+    RequestError,
+    ServerError,
+)
 from sglang_coserve.jsonl.lines import read_lines
 from sglang_coserve.lines.background import to_its_end
 
@@ -104,12 +110,20 @@ class AsyncJob:
 
         Raises:
             InputFileError: the input is malformed, or a file cannot be used.
-            ConfigError: the output was begun otherwise.
+            ConfigError: the output was begun otherwise, or on another server.
             ServerError: the server is gone, or refuses the API key or the batch; or the batch was
                 cancelled.
         """
         await (showing(self.ended(), lambda: self.status) if progress else self.ended())
         return self.outcome()
+
+    @property
+    def can_continue(self) -> bool:
+        """True if the same submission, once more, would go on where this job has ended."""
+        has_other_options = not (self._task.cancelled() or self.is_running) and isinstance(
+            self._task.exception(), ConfigError
+        )
+        return self._submission.can_be_continued and not has_other_options
 
     def outcome(self) -> JobStatus:
         """Return the final status of a job that has ended; raises as ``wait`` does."""
@@ -143,22 +157,22 @@ class AsyncJob:
         """Begin or find the batch, and fetch all of its records."""
         try:
             digest = await asyncio.to_thread(file_digest, self._source)
-            submission = self._submission.load(digest, is_local=self._is_local)
+            submission = self._submission.load(digest, self._batch_options, is_local=self._is_local)
             self._first = self._batch = submission.ended
             if self._batch is None:
                 async with self._opened as self._api:
                     self._batch = await self._follow(self._api, submission)
-                if self._batch["status"] == "failed":
-                    self._submission.remove()  # Nothing was served: another input may follow.
+                if _was_refused(self._batch):
+                    self._submission.forget()
                 else:
                     ended = replace(submission, batch_id=self._batch["id"], ended=self._batch)
                     self._submission.save(ended)
-            if self._is_local:
-                await asyncio.to_thread(self._submission.remove_directory)
             check_outcome(self._batch, self._source)
         finally:
             self._ended_s = time.monotonic()
-            self._submission.close()
+            with closing(self._submission):
+                if self._is_local:
+                    await asyncio.to_thread(self._submission.clear)
 
     async def _follow(self, api: BatchApi, submission: Submission) -> Batch:
         """Return the batch at its end, with all its records in the output."""
@@ -167,9 +181,10 @@ class AsyncJob:
         poll_s = _FIRST_POLL_S
         try:
             while (batch := await self._look(api, batch["id"]))["status"] not in FINAL_STATUSES:
-                await api.wait(poll_s)
+                api.raise_if_given_up(batch)
+                await asyncio.sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
-        except (asyncio.CancelledError, ServerError):
+        except (asyncio.CancelledError, CoserveError):
             if self._is_local:
                 await to_its_end(self._stop(api, batch["id"]))
             raise
@@ -191,7 +206,7 @@ class AsyncJob:
             try:
                 return await api.retrieve(submission.batch_id)
             except RequestError as error:
-                raise ServerError(
+                raise ConfigError(
                     f"the server does not know {submission.batch_id}, which {self.output} was "
                     f"begun with ({error}): use that server and key, or choose another output"
                 ) from error
@@ -205,8 +220,7 @@ class AsyncJob:
                     f"{self.output} was begun with other options ({error}): use those, or remove"
                     f" {submission_path(self.output)}"
                 ) from error
-            # There is nothing to continue: the input may change, and the server.
-            self._submission.remove()
+            self._submission.forget()
             raise
 
 
@@ -285,11 +299,17 @@ def _input_endpoint(source: Path) -> str:
     return _DEFAULT_ENDPOINT
 
 
+def _was_refused(batch: Batch) -> bool:
+    """Return whether a batch failed before any of its lines was served."""
+    counts = batch["request_counts"]
+    return batch["status"] == "failed" and not (counts["completed"] or counts["failed"])
+
+
 def check_outcome(batch: Batch, source: Path | str) -> None:
     """Check that a batch that has ended has a record for every line.
 
     Raises:
-        InputFileError: its input was malformed.
+        InputFileError: its input was malformed, or a failing disk kept it from its end.
         ServerError: it was cancelled.
     """
     if batch["status"] == "failed":
@@ -300,7 +320,13 @@ def check_outcome(batch: Batch, source: Path | str) -> None:
         ]
         if len(faults) > _MAX_SHOWN_FAULTS:
             shown.append(f"  and {len(faults) - _MAX_SHOWN_FAULTS} more")
-        raise InputFileError("\n".join([f"{source} is refused:", *shown]))
+        what = (
+            f"{source} is refused:"
+            if _was_refused(batch)
+            else f"{batch['id']} has failed; what it had finished is here. To begin anew, choose"
+            " another output:"
+        )
+        raise InputFileError("\n".join([what, *shown]))
     if batch["status"] == "cancelled":
         raise ServerError(
             f"{batch['id']} was cancelled; what it had finished is here. To begin anew, choose"

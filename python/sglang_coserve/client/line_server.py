@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from pathlib import Path
 from typing import Final, Self
 
 from sglang_coserve.client.calls import Outage, server_address
 from sglang_coserve.client.options import ClientOptions
-from sglang_coserve.errors import ServerError, ServerGoneError
+from sglang_coserve.errors import ServerError, ServerGoneError, disk_errors
 from sglang_coserve.http_lines.plain_server import PlainServer
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import (
@@ -27,12 +28,35 @@ from sglang_coserve.lines.result_record import error_message, usage_of
 _MAX_VALUES: Final = 1_000_000
 """Most JSON values of a line, as ``parse_json`` has it: no online request waits here meanwhile."""
 
+MIN_FREE_BYTES: Final = 8 << 20
+"""No line is sent while less of the disk is free: its answer would be lost. The database's log
+takes 4 MiB."""
+
+_ROOM_INTERVAL_S: Final = 1.0
+
+
+def lack_of_room(directory: Path) -> str | None:
+    """Return that the disk of ``directory`` has no room for results; None while it has. Blocks.
+
+    Raises:
+        StorageError: the disk cannot be looked at.
+    """
+    with disk_errors(f"cannot use {directory}"):
+        free_bytes = shutil.disk_usage(directory).free
+    if free_bytes >= MIN_FREE_BYTES:
+        return None
+    return (
+        f"the disk of {directory} is full: {free_bytes:,} bytes are free, and"
+        f" {MIN_FREE_BYTES:,} are needed"
+    )
+
 
 class LineServer(Backend):
     """See ``Backend``. A server sends a line's tokens only in its answer.
 
     The server is given up when a line has failed for ``retry_for_s`` in which no line was answered,
-    or when the server refuses the API key: ``watch`` raises why, and no line ends for that reason.
+    or when the server refuses the API key: ``raise_if_given_up`` says why, and no line ends for
+    that reason.
     """
 
     model = ""
@@ -41,11 +65,17 @@ class LineServer(Backend):
     )
 
     def __init__(
-        self, base_url: str, api_key: str | None, options: ClientOptions, places: asyncio.Semaphore
+        self,
+        base_url: str,
+        api_key: str | None,
+        options: ClientOptions,
+        places: asyncio.Semaphore,
+        directory: Path,
     ) -> None:
         """Prepare the connections; use them in an ``async with`` statement.
 
-        ``places`` bounds the lines that are sent at the same time by all that share it.
+        ``places`` bounds the lines that are sent at the same time by all that share it. Results
+        are kept in ``directory``.
 
         Raises:
             ConfigError: the address or the key cannot be used.
@@ -54,13 +84,15 @@ class LineServer(Backend):
         self._server = PlainServer(self._address, headers, options.concurrency)
         self._options = options
         self._places = places
+        self._directory = directory
         self._rate = TokenRate(time.monotonic)
         self._outages: dict[int, Outage] = {}
         """Of the lines that have failed since the last answer, by their numbers."""
 
         self._reason: str | None = None
         self._error: ServerError | None = None
-        self._is_given_up = asyncio.Event()
+        self.lack_of_room: str | None = None
+        """Why lines wait for room on the disk; None while none does."""
 
     async def __aenter__(self) -> Self:
         await self._server.__aenter__()
@@ -77,7 +109,18 @@ class LineServer(Backend):
     @property
     def stalled_by(self) -> str | None:
         """See ``Backend``."""
-        return self._reason
+        return self.lack_of_room or self._reason
+
+    async def settled(self) -> None:
+        """Wait while the disk has no room for results.
+
+        Raises:
+            StorageError: the disk cannot be looked at.
+        """
+        while (reason := lack_of_room(self._directory)) is not None:
+            self.lack_of_room = reason
+            await asyncio.sleep(_ROOM_INTERVAL_S)
+        self.lack_of_room = None
 
     def load(self) -> BackendLoad:
         """See ``Backend``."""
@@ -87,15 +130,8 @@ class LineServer(Backend):
             max_in_flight=self._options.concurrency,
         )
 
-    async def watch(self, seconds: float) -> None:
-        """Wait for so long, or until the server is given up.
-
-        Raises:
-            ServerError: the server is given up.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._is_given_up.wait()
+    def raise_if_given_up(self) -> None:
+        """Raise the ``ServerError`` for which the server is given up, if it is."""
         if self._error is not None:
             raise self._error
 
@@ -144,4 +180,3 @@ class LineServer(Backend):
 
     def _give_up(self, error: ServerError) -> None:
         self._error = self._error or error
-        self._is_given_up.set()

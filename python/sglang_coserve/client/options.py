@@ -58,10 +58,13 @@ class BatchOptions:
     """
 
     window: str | None = None
-    """A duration: ``24h``, ``90m``, ``7d``. None is ``Batches.default_window``."""
+    """A duration: ``24h``, ``90m``, ``7d``. None is ``BatchApi.default_window``."""
 
     priority: int = 0
     """Batches of a higher one go first."""
+
+    def __str__(self) -> str:
+        return f"the window {self.window or 'by default'} and the priority {self.priority}"
 
     def __post_init__(self) -> None:
         # Before anything is uploaded.

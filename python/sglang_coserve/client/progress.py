@@ -30,7 +30,8 @@ class JobState(Enum):
     """Stopped on purpose; submitting it again continues it."""
 
     FAILED = "failed"
-    """Stopped by an error, which ``wait`` raises; submitting it again continues it."""
+    """Stopped by an error, which ``wait`` raises. ``can_continue`` of the job says if submitting it
+    again continues it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Which batch fills an output: stored beside the output, before the batch is created.
 
 For ``a.jsonl`` the submission is in ``a.batch.json``. A batch that the client keeps itself is in
-the directory ``a.jsonl.coserve``, until it has ended.
+the directory ``a.jsonl.coserve`` until it has ended, and in ``a.jsonl.coserve.removed`` while it is
+being deleted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from uuid import uuid4
 import msgspec
 
 from sglang_coserve.client.batch_api import Batch
+from sglang_coserve.client.options import BatchOptions
 from sglang_coserve.client.output_files import errors_path, locked
 from sglang_coserve.durable_files import replace as replace_file
 from sglang_coserve.errors import ConfigError, InputFileError
@@ -39,10 +41,19 @@ class Submission:
     ended: Batch | None = None
     """The batch at its end, once all its results are in the output."""
 
+    batch_options: BatchOptions | None = None
+    """None where an earlier version has begun the batch."""
+
     @classmethod
-    def new(cls, input_digest: str = "", *, is_local: bool = False) -> Self:
+    def new(
+        cls,
+        input_digest: str = "",
+        batch_options: BatchOptions | None = None,
+        *,
+        is_local: bool = False,
+    ) -> Self:
         """Return a submission for a batch that nobody has begun."""
-        return cls(input_digest, uuid4().hex, is_local=is_local)
+        return cls(input_digest, uuid4().hex, is_local=is_local, batch_options=batch_options)
 
 
 def submission_path(output: Path) -> Path:
@@ -98,6 +109,10 @@ class SubmissionFile:
         self._output = output
         self._path = submission_path(output)
         self._directory = data_directory(output)
+        self._current: Submission | None = None
+        """What is on the disk, if ``load`` has accepted it."""
+
+        self._is_forgotten = False
         self._lock = ExitStack()
         self._lock.enter_context(locked(output))
 
@@ -105,19 +120,24 @@ class SubmissionFile:
         """Unlock the output."""
         self._lock.close()
 
-    def load(self, input_digest: str, *, is_local: bool) -> Submission:
+    @property
+    def can_be_continued(self) -> bool:
+        """True while there is a submission that has not ended."""
+        return self._current is not None and self._current.ended is None
+
+    def load(self, input_digest: str, batch_options: BatchOptions, *, is_local: bool) -> Submission:
         """Return the submission; a new one for an output that has none, or whose files are gone.
 
         Raises:
             InputFileError: the submission is not one of ours, or belongs to another input; the
                 output holds something else.
-            ConfigError: the batch was begun at the other place.
+            ConfigError: the batch was begun at the other place, or with other options.
         """
         found = read_submission(self._output)
         if found is not None and found.ended and not self._has_results(found.ended):
             found = replace(found, ended=None)
         if found is None or (found.is_local and not found.ended and not self._directory.exists()):
-            return self._new(input_digest, is_local)
+            return self._new(Submission.new(input_digest, batch_options, is_local=is_local))
         if found.is_local != is_local:
             place = "by this client (--no-batch)" if found.is_local else "by the server"
             raise ConfigError(
@@ -129,6 +149,12 @@ class SubmissionFile:
                 f"the input has changed since {self._output} was begun:"
                 " choose another output, or move this one and its .batch.json away"
             )
+        if found.batch_options not in (None, batch_options):
+            raise ConfigError(
+                f"{self._output} was begun with {found.batch_options}, and this is"
+                f" {batch_options}: give the same again, or choose another output"
+            )
+        self._current = found
         return found
 
     def save(self, submission: Submission) -> None:
@@ -142,16 +168,31 @@ class SubmissionFile:
             replace_file(self._path, lambda file: file.write(content), 0o666)
         except OSError as error:
             raise InputFileError(f"cannot write {self._path}: {error.strerror}") from error
+        self._current = submission
 
-    def remove(self) -> None:
-        """Forget the batch."""
+    def forget(self) -> None:
+        """Forget the batch: another input may follow."""
         self._path.unlink(missing_ok=True)
+        self._current, self._is_forgotten = None, True
 
-    def remove_directory(self) -> None:
-        """Delete what the client has kept of the batch."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+    def clear(self) -> None:
+        """Delete what the client has kept of a batch that has ended or was forgotten. Blocks.
 
-    def _new(self, input_digest: str, is_local: bool) -> Submission:
+        What cannot be deleted is deleted by the next client.
+        """
+        if self._is_forgotten or (self._current and self._current.ended):
+            with suppress(OSError):
+                self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        # By another name: what a killed client leaves is no batch.
+        removed = self._directory.with_name(f"{self._directory.name}.removed")
+        shutil.rmtree(removed, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            self._directory.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _new(self, submission: Submission) -> Submission:
         for path in (self._output, errors_path(self._output)):
             if path.exists() and path.stat().st_size:
                 raise InputFileError(
@@ -159,13 +200,17 @@ class SubmissionFile:
                     " output, or move this file away. (An earlier version that sent lines one by"
                     " one may have made it: submit the lines without a result on their own)"
                 )
-        submission = Submission.new(input_digest, is_local=is_local)
-        if is_local:
+        if submission.is_local:
             if self._directory.exists() and not (self._directory / "lock").exists():
                 raise InputFileError(
                     f"{self._directory} is not from coserve submit: choose another output"
                 )
-            self.remove_directory()  # No submission names the batch in it.
+            try:
+                self._remove_directory()  # No submission names the batch in it.
+            except OSError as error:
+                raise InputFileError(
+                    f"cannot remove {self._directory}: {error.strerror}; choose another output"
+                ) from error
             self.save(submission)  # Before the directory is there.
         return submission
 

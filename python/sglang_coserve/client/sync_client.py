@@ -38,6 +38,11 @@ class Job:
         """The progress of the job."""
         return self._job.status
 
+    @property
+    def can_continue(self) -> bool:
+        """See ``AsyncJob.can_continue``."""
+        return self._job.can_continue
+
     def wait(self, *, progress: bool = False) -> JobStatus:
         """Wait for the end and return the final status; see ``AsyncJob.wait``."""
         if self._job.is_running:

@@ -6,8 +6,10 @@ import asyncio
 import json
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Final, Self
 
@@ -29,7 +31,6 @@ _SILENT_PEER: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCN
 """Options of TCP keep-alive by which a connection to a machine that is gone ends in two minutes."""
 
 _UNAVAILABLE: Final = frozenset({429, 502, 503, 504})
-_UNAUTHORIZED: Final = frozenset({401, 403})
 
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -50,6 +51,14 @@ class PlainServer:
         self._address = address
         self._headers = {**headers, "content-type": "application/json"}
         self._connections = connections
+        self._is_key_good = False
+        """Whether a line has been served with these headers."""
+
+        self._in_service = 0
+        """Lines that the server has not answered yet."""
+
+        self._answered = asyncio.Event()
+        """Set, and replaced, when one of these has ended."""
 
     async def __aenter__(self) -> Self:
         # Not httpx, whose pool looks at every connection whenever one changes: with many at a
@@ -87,19 +96,24 @@ class PlainServer:
             longest_pause_s: Longest pause before the next attempt, whatever the server asks for.
             headers: More headers of this request.
 
+        A 403 before any line has been served waits for the other lines that the server has: one
+        of them may show that the key is good, and the 403 about a single line.
+
         Raises:
             ServerError: the server refuses the API key, so it would refuse every line.
         """
         content = _offline_body(request.body)
         url = f"{self._address}".rstrip("/") + request.endpoint
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.post(
-                    url, data=content, headers=headers, allow_redirects=False
-                ) as answer,
-            ):
-                return _result(answer, await answer.read(), longest_pause_s)
+            with self._serving():
+                async with (
+                    asyncio.timeout(timeout_s),
+                    self._session.post(
+                        url, data=content, headers=headers, allow_redirects=False
+                    ) as answer,
+                ):
+                    body = _json_or_text(answer, await answer.read())
+                self._is_key_good |= answer.status // 100 == 2
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             cause = str(error.__cause__ or "") or error
             reason = f"cannot connect to {self._address.netloc.decode()}: {cause}"
@@ -111,6 +125,27 @@ class PlainServer:
         except TimeoutError:
             reason = f"no answer within {timeout_s:g} s"
             return LineResult.unserved("request_timeout", reason, FailureKind.TIMED_OUT)
+        if await self._is_key_refused(answer.status):
+            reason = f"HTTP {answer.status}: {error_message(body)}"
+            raise ServerError(f"the server refuses the API key ({reason})")
+        return _result(answer, body, longest_pause_s)
+
+    @contextmanager
+    def _serving(self) -> Generator[None]:
+        self._in_service += 1
+        try:
+            yield
+        finally:
+            self._in_service -= 1
+            self._answered.set()
+            self._answered = asyncio.Event()
+
+    async def _is_key_refused(self, status: int) -> bool:
+        if status != HTTPStatus.FORBIDDEN:
+            return status == HTTPStatus.UNAUTHORIZED
+        while self._in_service and not self._is_key_good:
+            await self._answered.wait()
+        return not self._is_key_good
 
 
 def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
@@ -130,20 +165,16 @@ def _offline_body(body: dict[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _result(answer: aiohttp.ClientResponse, content: bytes, longest_pause_s: float) -> LineResult:
-    """Return what an answer says.
-
-    Raises:
-        ServerError: every line would be refused.
-    """
-    body: Any
+def _json_or_text(answer: aiohttp.ClientResponse, content: bytes) -> Any:
     try:
-        body = json.loads(content)
+        return json.loads(content)
     except (ValueError, RecursionError):
-        body = content.decode(answer.get_encoding(), "replace")
+        return content.decode(answer.get_encoding(), "replace")
+
+
+def _result(answer: aiohttp.ClientResponse, body: Any, longest_pause_s: float) -> LineResult:
+    """Return what an answer says."""
     status = answer.status
-    if status in _UNAUTHORIZED:
-        raise ServerError(f"the server refuses the API key (HTTP {status}: {error_message(body)})")
     request_id = answer.headers.get("x-request-id")
     if request_id is None and isinstance(body, dict):
         request_id = body.get("id")

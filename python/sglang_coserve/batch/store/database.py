@@ -14,6 +14,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
 
+from sglang_coserve.batch.data_directory import OTHER_DIRECTORY
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.background import WorkerThreads
 
@@ -99,10 +100,11 @@ _APPLICATION_ID: Final = 0x636F7376
 """Identifies our databases among SQLite files."""
 
 
-def open_database(path: Path) -> sqlite3.Connection:
+def open_database(path: Path, hint: str = OTHER_DIRECTORY) -> sqlite3.Connection:
     """Open ``path``, or make it. The connection belongs to the calling thread.
 
-    What a transaction has written is on the disk when it has been committed.
+    What a transaction has written is on the disk when it has been committed. ``hint`` says in
+    errors what to do about a directory that cannot be used.
 
     Raises:
         StartupError: it is damaged, not ours, of another layout, or cannot be
@@ -111,12 +113,13 @@ def open_database(path: Path) -> sqlite3.Connection:
     try:
         connection = sqlite3.connect(path, isolation_level=None)
     except sqlite3.Error as error:
-        raise _unusable(path, str(error)) from error
+        raise _unusable(path, str(error), hint) from error
     try:
-        is_new = _check(connection, path)
+        is_new = _check(connection, path, hint)
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
-            raise _unusable(path, f"its file system supports no write-ahead log ({mode})")
+            reason = f"its file system supports no write-ahead log ({mode})"
+            raise _unusable(path, reason, hint)
         connection.execute("PRAGMA synchronous = FULL")
         if is_new:
             connection.execute("BEGIN IMMEDIATE")
@@ -127,29 +130,29 @@ def open_database(path: Path) -> sqlite3.Connection:
             connection.execute("COMMIT")
     except sqlite3.Error as error:
         connection.close()
-        raise _unusable(path, str(error)) from error
+        raise _unusable(path, str(error), hint) from error
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _check(connection: sqlite3.Connection, path: Path) -> bool:
+def _check(connection: sqlite3.Connection, path: Path, hint: str) -> bool:
     """Return True if the database is empty."""
     faults = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
     if faults != ["ok"]:
-        raise _unusable(path, f"it is damaged ({faults[0].splitlines()[-1]})")
+        raise _unusable(path, f"it is damaged ({faults[0].splitlines()[-1]})", hint)
     if not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
         return True
     if _pragma(connection, "application_id") != _APPLICATION_ID:
-        raise _unusable(path, "it is the database of another program")
+        raise _unusable(path, "it is the database of another program", hint)
     layout = _pragma(connection, "user_version")
     if layout != LAYOUT:
         writer = "0.1.0" if layout < LAYOUT else "of a later version"
         raise StartupError(
             f"cannot use the batch database {path}: sglang_coserve {writer} wrote it (layout"
             f" {layout}, and this version has {LAYOUT}); finish its batches with that version, then"
-            " move the whole data directory away, or name another --coserve-data-dir"
+            f" move the whole data directory away, or {hint}"
         )
     return False
 
@@ -159,10 +162,9 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return value
 
 
-def _unusable(path: Path, reason: str) -> StartupError:
+def _unusable(path: Path, reason: str, hint: str) -> StartupError:
     return StartupError(
-        f"cannot use the batch database {path}: {reason}; restore it, move it away, or name"
-        " another --coserve-data-dir"
+        f"cannot use the batch database {path}: {reason}; restore it, move it away, or {hint}"
     )
 
 
@@ -194,15 +196,19 @@ class Store:
         """The same database, read in another thread: no commit waits for a list."""
 
     @classmethod
-    async def open(cls, path: Path, make_room: Callable[[], None] = lambda: None) -> Store:
+    async def open(
+        cls, path: Path, make_room: Callable[[], None] = lambda: None, hint: str = OTHER_DIRECTORY
+    ) -> Store:
         """Open the database at ``path``, or make it.
 
         ``make_room`` is called when the disk is full, before a transaction is tried once more.
+        ``hint`` is for ``open_database``.
 
         Raises:
             StartupError: see ``open_database``.
         """
-        store = await cls._open("coserve-store", open_database, path, make_room)
+        connect = partial(open_database, hint=hint)
+        store = await cls._open("coserve-store", connect, path, make_room)
         try:
             store.lists = await cls._open("coserve-lists", _open_for_lists, path, make_room)
         except BaseException:
