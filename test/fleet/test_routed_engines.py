@@ -21,7 +21,7 @@ from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import EngineState
 from sglang_coserve.fleet.options import parse_options
 from sglang_coserve.fleet.routed_engines import KEY_VARIABLE, RoutedEngines
-from sglang_coserve.lines.backend import FailureKind
+from sglang_coserve.lines.backend import FailureKind, LineRequest
 from waiting import until
 
 KEY = "router's key"
@@ -124,6 +124,16 @@ async def test_a_failure_behind_the_router_is_an_attempt_of_the_line(
         assert (result.status_code, result.is_retryable, result.kind) == (status, True, kind)
         assert all(engine.is_up for engine in fleet.engines)
         assert (await fleet.run(request(), lambda _: None)).is_ok
+
+
+@pytest.mark.parametrize("asked", [None, "default", "small"])
+async def test_a_line_without_a_model_gets_the_only_one(asked: str | None) -> None:
+    async with routed() as (router, fleet):
+        router.models = ["small"]
+        await fleet.ready()
+        line = LineRequest("b", 1, "/v1/completions", {"prompt": "a", "model": asked})
+        assert (await fleet.run(line, lambda _: None)).is_ok
+        assert router.seen[0][1]["model"] == "small"
 
 
 async def test_models_in_another_order_are_the_same_models() -> None:

@@ -6,6 +6,8 @@ name, too: name its own in ``COSERVE_SGLANG_ROUTER``, or have it on the ``PATH``
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import time
 from collections import Counter
@@ -15,9 +17,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from batch.scenarios import lines
 from calls import call
 from chaos_bench.router import COMMANDS, Router, router_command
+from fleet.gateway_process import gateway
+from sglang_coserve.client import CoserveClient
 from sglang_coserve.local_server import LocalServer
 from srt.test_load_report import full_of_offline_work
 from waiting import GIVE_UP_S, eventually
@@ -112,6 +118,42 @@ def test_a_clients_errors_open_no_breaker(
             answer = http.post("/generate", json=good).raise_for_status().json()
             versions.add(answer["meta_info"]["weight_version"])
     assert versions == {"first", "second"}
+
+
+@pytest.mark.timeout(1800)
+def test_a_batch_goes_through_a_router_to_all_engines(
+    command: Path, engines: list[str], tmp_path: Path
+) -> None:
+    """As offline requests with a deadline: each engine counts its own."""
+    num_lines = int(os.environ.get("COSERVE_TEST_LINES", "200"))
+    (tmp_path / "in.jsonl").write_bytes(lines(num_lines, model="default", max_tokens=4))
+    before = [offline_requests(url) for url in engines]
+    with (
+        Router(command, "round_robin", engines, tmp_path / "router.log") as router,
+        gateway(tmp_path, "--router", router.base_url) as served,
+        CoserveClient(served.base_url) as client,
+    ):
+        job = client.submit_jsonl(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+        job.wait()
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    assert len({record["custom_id"] for record in records}) == len(records) == num_lines
+    assert all(record["response"]["status_code"] == 200 for record in records)
+    counts = [offline_requests(url) - n for url, n in zip(engines, before, strict=True)]
+    assert sum(counts) == num_lines
+    assert min(counts) > num_lines / 4, counts
+
+
+def offline_requests(url: str) -> float:
+    """How many offline requests an engine has begun."""
+    content = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text
+    families = text_string_to_metric_families(content)
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "coserve_queue_seconds_count"
+        and sample.labels["request_class"] == "offline"
+    )
 
 
 def test_a_drained_engine_gets_no_requests_and_loses_none(

@@ -37,6 +37,9 @@ _ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 _ROUTER_FAILURES: Final = {502: FailureKind.LOST, 504: FailureKind.TIMED_OUT}
 """A router answers so for an engine that has ended, or took too long, with the line in it."""
 
+_ANY_MODEL: Final = (None, "", "default")
+"""What lines ask for that take whatever is served."""
+
 _DEADLINE_HEADER: Final = "x-llm-d-inference-ttl"
 """Time until the batch should be complete. llm-d's gateway, smg and sglang-router pass the header
 on, and our engines take it for the deadline of an offline request."""
@@ -59,6 +62,8 @@ class RoutedEngines:
         self._asking = aiohttp.ClientSession(headers=headers)
         self._is_open = False
         self._num_lines = 0
+        self._models: tuple[str, ...] = ()
+        """Names of the last report."""
 
     async def close(self) -> None:
         """Close every connection, which ends the attempts."""
@@ -79,6 +84,7 @@ class RoutedEngines:
         except (ValueError, LookupError, TypeError) as error:
             message = f"{self.url}{_MODELS_PATH} does not list models: {error!r}"
             raise EngineRefusesError(message) from None
+        self._models = models
         if not models:
             raise EngineLostError(f"{self.url} serves no model now")
         return EngineReport(
@@ -127,6 +133,9 @@ class RoutedEngines:
         if request.deadline_s is not None:
             left_s = max(0.0, request.deadline_s - time.time())
             headers[_DEADLINE_HEADER] = f"{left_s:.0f}s"
+        if request.body.get("model") in _ANY_MODEL and len(self._models) == 1:
+            # Routers go by the name.
+            request.body["model"] = self._models[0]
         self._num_lines += 1
         listener.began(self.url)
         try:
