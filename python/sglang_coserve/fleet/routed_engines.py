@@ -41,8 +41,9 @@ _ANY_MODEL: Final = (None, "", "default")
 """What lines ask for that take whatever is served."""
 
 _DEADLINE_HEADER: Final = "x-llm-d-inference-ttl"
-"""Time until the batch should be complete. llm-d's gateway, smg and sglang-router pass the header
-on, and our engines take it for the deadline of an offline request."""
+"""Time until the batch should be complete, which our engines take for the deadline of an offline
+request. The header is llm-d's. smg 1.13.0 drops all headers but the id of the request (tried), so
+lines have no deadline behind it."""
 
 
 class RoutedEngines:
