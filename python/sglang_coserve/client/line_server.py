@@ -117,10 +117,12 @@ class LineServer(Backend):
         Raises:
             StorageError: the disk cannot be looked at.
         """
-        while (reason := lack_of_room(self._directory)) is not None:
-            self.lack_of_room = reason
-            await asyncio.sleep(_ROOM_INTERVAL_S)
-        self.lack_of_room = None
+        try:
+            while (reason := lack_of_room(self._directory)) is not None:
+                self.lack_of_room = reason
+                await asyncio.sleep(_ROOM_INTERVAL_S)
+        finally:
+            self.lack_of_room = None
 
     def load(self) -> BackendLoad:
         """See ``Backend``."""
