@@ -124,7 +124,7 @@ class _Line:
     """Set when ``attempt`` or ``verdict`` is."""
 
     deaths: list[str] = field(default_factory=list)
-    """What was said of engines that died with the line."""
+    """Reasons given for the deaths of engines that had the line."""
 
     setbacks: int = 0
     """Attempts in a row that have brought no token and no answer."""
@@ -211,7 +211,7 @@ class FleetBackend(Backend):
 
         self._model: str | None = None
         self.served = ServedModel()
-        """What engines of the model serve; while there are none, what they served last."""
+        """Names, endpoints and limits of the engines of the model; the last known ones if there is none."""
 
         self._most_lines = raised_open_files() - _OTHER_FILES
         """Each line in flight has a connection of its own."""

@@ -31,7 +31,7 @@ class EngineSource(Protocol):
 
 
 class EngineList(EngineSource):
-    """Those that were named."""
+    """Engines that the operator has named."""
 
     def __init__(self, urls: Iterable[str]) -> None:
         """Each is ``http://HOST:PORT``.

@@ -76,7 +76,7 @@ class RemoteEngine:
         """Why it takes no lines; None while it does."""
 
         self.last_report: EngineReport | None = None
-        """What it said last, however long ago."""
+        """Its last report, however old."""
 
         self.window = LINES_AHEAD
         """Lines that it is to have at a time, while it takes any."""

@@ -38,7 +38,7 @@ _ROUTER_FAILURES: Final = {502: FailureKind.LOST, 504: FailureKind.TIMED_OUT}
 """A router answers so for an engine that has ended, or took too long, with the line in it."""
 
 _ANY_MODEL: Final = (None, "", "default")
-"""What lines ask for that take whatever is served."""
+"""Values of ``model`` in lines that any model may serve."""
 
 _DEADLINE_HEADER: Final = "x-llm-d-inference-ttl"
 """Time until the batch should be complete, which our engines take for the deadline of an offline

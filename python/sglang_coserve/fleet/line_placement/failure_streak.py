@@ -29,10 +29,10 @@ class FailureStreak:
         self._rest_s = _FIRST_REST_S
 
     def failed(self, now_s: float) -> None:
-        """Note that the engine failed on a line; after some of them in a row it rests.
+        """Note that the engine failed on a line. After ``FAILURES_IN_A_ROW`` it rests.
 
-        Each rest is twice as long as the one before, up to five minutes, and ends with as many
-        lines more.
+        Each rest is twice as long as the rest before, up to five minutes. Another rest needs as
+        many failures again.
         """
         self._num_failures += 1
         if self._num_failures >= FAILURES_IN_A_ROW and not self.is_resting(now_s):

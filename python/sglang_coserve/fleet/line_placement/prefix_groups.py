@@ -6,11 +6,11 @@ from sglang_coserve.jsonl.request_line import KEY_BLOCK_BYTES
 
 
 class PrefixGroups:
-    """The lines that are there, as a trie of their prefix keys (``jsonl.prefix_key``).
+    """Unfinished lines, as a trie of their prefix keys (``jsonl.prefix_key``).
 
-    A group is the largest subtree that one engine can have at a time: where more lines share
-    a beginning, those that share more of it are a group, and so on. To divide a subtree
-    between n engines costs n - 1 times its prefix, so what fits stays whole.
+    A group is the largest subtree that one engine can have at a time. If more lines than that share
+    a beginning, the lines that share more of it are a group. A subtree that is divided between n
+    engines is computed n times, so a subtree that fits stays whole.
     """
 
     def __init__(self) -> None:
