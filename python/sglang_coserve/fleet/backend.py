@@ -211,7 +211,8 @@ class FleetBackend(Backend):
 
         self._model: str | None = None
         self.served = ServedModel()
-        """Names, endpoints and limits of the engines of the model; the last known ones if there is none."""
+        """Names, endpoints and limits of the engines of the model. If there are no such engines, the
+        last known ones."""
 
         self._most_lines = raised_open_files() - _OTHER_FILES
         """Each line in flight has a connection of its own."""

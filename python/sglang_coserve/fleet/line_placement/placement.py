@@ -98,8 +98,8 @@ class LinePlacement:
     """The lines that wait, and the lines that each engine has.
 
     Every line has a home, by its prefix, among the open engines that have the model or adapter that
-    it asks for. If its home is full, the line waits for the home. An engine that has room and an empty queue
-    takes over the last group of the longest queue (work stealing).
+    it asks for. If its home is full, the line waits for the home. An engine that has room and an
+    empty queue takes over the last group of the longest queue (work stealing).
 
     A line that is in an engine when the engine dies, and has brought few tokens, may have caused
     the death. A line with ``DEATHS_BEFORE_APART`` deaths waits until they are proven, and then is a
