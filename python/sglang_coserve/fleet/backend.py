@@ -211,8 +211,7 @@ class FleetBackend(Backend):
 
         self._model: str | None = None
         self.served = ServedModel()
-        """Names, endpoints and limits of the engines of the model. If there are no such engines, the
-        last known ones."""
+        """Names, endpoints and limits of the engines of the model; without any, the last known."""
 
         self._most_lines = raised_open_files() - _OTHER_FILES
         """Each line in flight has a connection of its own."""
