@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -56,9 +56,10 @@ class JobSupervisor:
             StorageError: the database cannot be read.
         """
         self._size_slots()
-        for record in await self._context.store.run(batch_rows.unfinished):
+        records = await self._context.store.run(batch_rows.unfinished)
+        await self._hold_owners(records)  # Before any of their lines is sent.
+        for record in records:
             self._lead(record)
-        await self._hold_owners()
         await self._forecast()
         # Each by itself: an engine may hang, a disk may fail, and the others go on.
         self._watching = [
@@ -207,12 +208,13 @@ class JobSupervisor:
     async def _watch_quotas(self) -> None:
         while True:
             await self._context.clock.sleep(_LOOK_INTERVAL_S)
-            await self._hold_owners()
+            await self._hold_owners(self.unfinished())
 
-    async def _hold_owners(self) -> None:
+    async def _hold_owners(self, records: Iterable[JobRecord]) -> None:
         """Hold back the lines of owners who are over their quota; let the others' go on.
 
-        Only an owner whose results have grown since the last look, or who is held, is summed up.
+        ``records`` are all unfinished batches. Only an owner whose results have grown since the
+        last look, or who is held, is summed up.
         """
         context, slots = self._context, self._context.slots
         free_bytes = await context.threads.run(context.directory.free_bytes)
@@ -222,7 +224,7 @@ class JobSupervisor:
             slots.hold({})
             return
         written = Counter[str]()
-        for record in self.unfinished():
+        for record in records:
             written[record.owner] += record.progress.output_bytes + record.progress.error_bytes
         before, self._written_bytes = self._written_bytes, dict(written)
         held: dict[str, str] = {}
