@@ -90,6 +90,7 @@ PLACES: Final[dict[str, str]] = {
     "lines/result_record.py::usage_in_record": "an engine's answer, after a crash",
     "srt/batch_backend/backend.py::line_result": "an error of SGLang's",
     # What our own processes say: the gateway, engines, schedulers, the database.
+    "lines/result_record.py::decode_json": CALLERS,
     "http_lines/messages.py::decode_message": CALLERS,
     "http_lines/http_engine.py::_get": OURS,
     "http_lines/http_engine.py::_hear": OURS,

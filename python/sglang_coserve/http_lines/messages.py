@@ -16,6 +16,7 @@ from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineResult, MovedKv
+from sglang_coserve.lines.result_record import decode_json
 
 LINES_PATH: Final = "/coserve/lines"
 """GET: what the engine is (``EngineReport``). POST: one attempt at a line (``LineRequest``), whose
@@ -162,13 +163,6 @@ def decode_message(content: bytes, kind: type[_Message]) -> _Message:
         RequestError: the content is not of this ``kind``; the text says where.
     """
     try:
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except msgspec.ValidationError:
-            raise
-        except msgspec.DecodeError:
-            if b"\\u" not in content:
-                raise
-            return msgspec.convert(json.loads(content), kind)  # Lone surrogates, perhaps.
+        return decode_json(content, kind)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"not a {kind.__name__}: {error}") from None

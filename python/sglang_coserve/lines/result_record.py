@@ -6,11 +6,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
 import orjson
 
 from sglang_coserve.lines.backend import LineResult
+
+_T = TypeVar("_T")
 
 RECORD_START: Final = b'{"id":"batch_req_'
 """The first bytes of every record."""
@@ -65,6 +68,24 @@ def encode_json(value: Any) -> bytes:
     except TypeError:
         # Lone surrogates and integers beyond 64 bits are valid JSON, but orjson refuses them.
         return json.dumps(value, separators=(",", ":")).encode()
+
+
+def decode_json(content: bytes, kind: type[_T]) -> _T:
+    """Return JSON as a value of this ``kind``; fields that the kind does not know are ignored.
+
+    Raises:
+        ValueError: the content is not JSON, or not of this kind.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        # Lone surrogates are valid in JSON, as escapes, but msgspec refuses them.
+        if b"\\u" not in content:
+            raise
+        return msgspec.convert(json.loads(content), kind)
 
 
 def record_identity(record: bytes) -> tuple[int, int] | None:

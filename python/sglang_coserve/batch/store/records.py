@@ -6,12 +6,11 @@ wrote it, has its default; a field that only a later version knows is ignored.
 
 from __future__ import annotations
 
-import json
 from typing import Any, TypeVar
 
 import msgspec
 
-from sglang_coserve.lines.result_record import encode_json
+from sglang_coserve.lines.result_record import decode_json, encode_json
 
 _T = TypeVar("_T")
 
@@ -27,9 +26,4 @@ def decode(text: str, kind: type[_T]) -> _T:
     Raises:
         msgspec.ValidationError: a field is missing that has no default, or is of another type.
     """
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError:  # msgspec refuses lone surrogates, which are valid as escapes.
-        return msgspec.convert(json.loads(text), kind)
+    return decode_json(text.encode(), kind)
