@@ -95,11 +95,10 @@ class LineServer(Backend):
         """Why lines wait for room on the disk; None while none does."""
 
     async def __aenter__(self) -> Self:
-        await self._server.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._server.__aexit__(*error)
+        await self._server.close()
 
     @property
     def limits(self) -> BodyLimits:

@@ -61,7 +61,6 @@ class RoutedEngines:
         self._most_lines = most_lines
         self._server = PlainServer(address, headers, most_lines)
         self._asking = aiohttp.ClientSession(headers=headers)
-        self._is_open = False
         self._num_lines = 0
         self._models: tuple[str, ...] = ()
         """Names of the last report."""
@@ -69,8 +68,7 @@ class RoutedEngines:
     async def close(self) -> None:
         """Close every connection, which ends the attempts."""
         await self._asking.close()
-        if self._is_open:
-            await self._server.__aexit__()
+        await self._server.close()
 
     async def report(self) -> EngineReport:
         """Ask for the models that the router serves, and report the router as a busy engine.
@@ -127,9 +125,6 @@ class RoutedEngines:
         Raises:
             EngineRefusesError: the router refuses the key.
         """
-        if not self._is_open:
-            self._is_open = True
-            await self._server.__aenter__()
         headers = {}
         if request.deadline_s is not None:
             left_s = max(0.0, request.deadline_s - time.time())

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import aiohttp
 import httpx
@@ -36,7 +36,7 @@ _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class PlainServer:
-    """Sends lines to one server. Use it in an ``async with`` statement.
+    """Sends lines to one server. The first line opens its session, and ``close`` closes it.
 
     A line may take hours, so only connecting always has a timeout; TCP keep-alive finds out when
     the machine at the other end is gone. Neither proxy settings of the environment nor cookies are
@@ -51,6 +51,7 @@ class PlainServer:
         self._address = address
         self._headers = {**headers, "content-type": "application/json"}
         self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
         self._is_key_good = False
         """Whether a line has been served with these headers."""
 
@@ -60,25 +61,10 @@ class PlainServer:
         self._answered = asyncio.Event()
         """Set, and replaced, when one of these has ended."""
 
-    async def __aenter__(self) -> Self:
-        # Not httpx, whose pool looks at every connection whenever one changes: with many at a
-        # time that costs more than the requests.
-        is_encrypted = self._address.scheme == "https"
-        self._session = aiohttp.ClientSession(
-            headers=self._headers,
-            connector=aiohttp.TCPConnector(
-                limit=self._connections,
-                keepalive_timeout=_KEEPALIVE_S,
-                socket_factory=_kept_alive,
-                ssl=httpx.create_ssl_context() if is_encrypted else True,
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(None, sock_connect=_CONNECT_TIMEOUT_S),
-        )
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._session.close()
+    async def close(self) -> None:
+        """Close every connection, which ends the attempts."""
+        if self._session is not None:
+            await self._session.close()
 
     async def post(
         self,
@@ -102,6 +88,8 @@ class PlainServer:
         Raises:
             ServerError: the server refuses the API key, so it would refuse every line.
         """
+        if self._session is None:
+            self._session = self._open()
         content = _offline_body(request.body)
         url = f"{self._address}".rstrip("/") + request.endpoint
         try:
@@ -129,6 +117,22 @@ class PlainServer:
             reason = f"HTTP {answer.status}: {error_message(body)}"
             raise ServerError(f"the server refuses the API key ({reason})")
         return _result(answer, body, longest_pause_s)
+
+    def _open(self) -> aiohttp.ClientSession:
+        # Not httpx, whose pool looks at every connection whenever one changes: with many at a
+        # time that costs more than the requests.
+        is_encrypted = self._address.scheme == "https"
+        return aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(
+                limit=self._connections,
+                keepalive_timeout=_KEEPALIVE_S,
+                socket_factory=_kept_alive,
+                ssl=httpx.create_ssl_context() if is_encrypted else True,
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(None, sock_connect=_CONNECT_TIMEOUT_S),
+        )
 
     @contextmanager
     def _serving(self) -> Generator[None]:
