@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from http import HTTPStatus
+from types import MappingProxyType
 from typing import Final
 
 import aiohttp
 
 from sglang_coserve.errors import ServerError
-from sglang_coserve.http_lines.http_engine import AttemptListener
+from sglang_coserve.http_lines.http_engine import AttemptListener, ask
 from sglang_coserve.http_lines.messages import (
     EngineDelays,
     EngineLostError,
@@ -29,7 +29,7 @@ from sglang_coserve.network import http_address
 
 KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
 _MODELS_PATH: Final = "/v1/models"
-_ASK_TIMEOUT_S: Final = 10.0
+_NO_HINTS: Final = MappingProxyType[int, str]({})
 
 _ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """A router does not say which of these its engines serve: they refuse a line of another one."""
@@ -101,21 +101,7 @@ class RoutedEngines:
 
     async def ask(self, path: str) -> bytes:
         """Return what the router answers to GET; raises as ``report``."""
-        timeout = aiohttp.ClientTimeout(_ASK_TIMEOUT_S)
-        try:
-            async with self._asking.get(
-                f"{self.url}{path}", timeout=timeout, allow_redirects=False
-            ) as answer:
-                content = await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise EngineLostError(f"{self.url}: {reason}") from None
-        if answer.status == HTTPStatus.OK:
-            return content
-        text = content[:300].decode(errors="replace").strip()
-        message = f"{self.url}{path} answers HTTP {answer.status} ({text})"
-        is_gone = answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-        raise EngineLostError(message) if is_gone else EngineRefusesError(message)
+        return await ask(self._asking, self.url, path, _NO_HINTS)
 
     async def run(self, request: LineRequest, _model: str, listener: AttemptListener) -> LineResult:
         """Make one attempt at a line. All tokens come with the answer.

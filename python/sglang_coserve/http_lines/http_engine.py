@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Final, Protocol, Self, TypeVar
 
@@ -26,7 +26,6 @@ from sglang_coserve.http_lines.messages import (
     LineEvent,
     decode_message,
     encode_message,
-    refusal_text,
 )
 from sglang_coserve.lines.backend import FailureKind, LineMovedError, LineRequest, LineResult
 from sglang_coserve.network import http_address
@@ -52,6 +51,14 @@ _KEEPALIVE_S: Final = 60.0
 """Half of the time for which engines keep idle connections (``asgi.IDLE_CONNECTION_S``)."""
 
 _BAD_ATTEMPTS: Final = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+_WRONG_KEY: Final = ": its --admin-api-key is not the gateway's --engine-admin-key"
+_HINTS: Final[Mapping[int, str]] = {
+    HTTPStatus.UNAUTHORIZED: _WRONG_KEY,
+    HTTPStatus.FORBIDDEN: _WRONG_KEY,
+    HTTPStatus.NOT_FOUND: ": it is no server of sglang_coserve, or has no --admin-api-key",
+}
+"""How to mend what an engine refuses, by status."""
 
 _HEADERS: Final = {"content-type": "application/json"}
 
@@ -116,15 +123,7 @@ class HttpEngine:
 
     async def ask(self, path: str) -> bytes:
         """Return what the engine answers to GET; raises as ``report``."""
-        timeout = aiohttp.ClientTimeout(_ASK_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
-        try:
-            async with self._session.get(path, timeout=timeout, allow_redirects=False) as answer:
-                content = await _text(answer)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineLostError(f"{self.url}: {_reason(error)}") from None
-        if answer.status == HTTPStatus.OK:
-            return content
-        raise self._error(path, answer.status, content)
+        return await ask(self._session, self.url, path, _HINTS)
 
     async def _get(self, path: str, kind: type[_Message]) -> _Message:
         content = await self.ask(path)
@@ -212,7 +211,7 @@ class HttpEngine:
         """
         status = answer.status
         if status not in _BAD_ATTEMPTS:
-            raise self._error(LINES_PATH, status, content)
+            raise _refusal(f"{self.url}{LINES_PATH}", status, content, _HINTS)
         text = content[:300].decode(errors="replace").strip()
         is_engines = answer.content_type == "application/json"
         if is_engines:
@@ -220,13 +219,39 @@ class HttpEngine:
         message = f"what stands before {self.url} answers HTTP {status} ({text})"
         return LineResult.unserved("refused_by_proxy", message, FailureKind.FAILED)
 
-    def _error(
-        self, path: str, status: int, content: bytes
-    ) -> EngineLostError | EngineRefusesError:
-        message = refusal_text(f"{self.url}{path}", status, content)
-        # Proxies answer so for an engine that is gone.
-        is_gone = status >= HTTPStatus.INTERNAL_SERVER_ERROR
-        return EngineLostError(message) if is_gone else EngineRefusesError(message)
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, path: str, hints: Mapping[int, str]
+) -> bytes:
+    """Return what the engine or router at ``url`` answers to GET, at most about 1 MiB.
+
+    ``hints`` say, by status, how to mend what is refused.
+
+    Raises:
+        EngineLostError: it does not answer, or says that it cannot yet.
+        EngineRefusesError: it answers something else.
+    """
+    timeout = aiohttp.ClientTimeout(_ASK_TIMEOUT_S, sock_connect=session.timeout.sock_connect)
+    address = url.rstrip("/") + path
+    try:
+        async with session.get(address, timeout=timeout, allow_redirects=False) as answer:
+            content = await _text(answer)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise EngineLostError(f"{url}: {_reason(error)}") from None
+    if answer.status == HTTPStatus.OK:
+        return content
+    raise _refusal(address, answer.status, content, hints)
+
+
+def _refusal(
+    address: str, status: int, content: bytes, hints: Mapping[int, str]
+) -> EngineLostError | EngineRefusesError:
+    """Return the error of an answer other than 200: what it says, and how to mend it."""
+    text = content[:300].decode(errors="replace").strip()
+    message = f"{address} answers HTTP {status}{hints.get(status, '')} ({text})"
+    # Proxies answer so for an engine that is gone.
+    is_gone = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    return EngineLostError(message) if is_gone else EngineRefusesError(message)
 
 
 def engine_address(url: str) -> str:

@@ -7,7 +7,6 @@ field that is newer than the first version has a default that is right where it 
 from __future__ import annotations
 
 import json
-from http import HTTPStatus
 from typing import Final, TypeVar
 
 import msgspec
@@ -39,8 +38,6 @@ HEARTBEAT_S: Final = 5.0
 GATHER_S: Final = 0.005
 """Tokens that come within this time go in one message. Lines take seconds, and each message costs
 the same however many tokens it has."""
-
-_KEYS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
@@ -134,17 +131,6 @@ class EngineDelays(msgspec.Struct, frozen=True):
 
     online_delays_s: dict[str, float] | None = None
     """See ``Backend.online_delays_s``."""
-
-
-def refusal_text(address: str, status: int, content: bytes) -> str:
-    """Return what an answer other than 200 says, and how to mend it."""
-    hint = ""
-    if status in _KEYS:
-        hint = ": its --admin-api-key is not the gateway's --engine-admin-key"
-    elif status == HTTPStatus.NOT_FOUND:
-        hint = ": it is no server of sglang_coserve, or has no --admin-api-key"
-    text = content[:300].decode(errors="replace").strip()
-    return f"{address} answers HTTP {status}{hint} ({text})"
 
 
 def encode_message(message: msgspec.Struct) -> bytes:
