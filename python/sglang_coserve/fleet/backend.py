@@ -259,7 +259,7 @@ class FleetBackend(Backend):
         self._wanted = frozenset(wanted)
         for url in self._engines.keys() - self._wanted:
             engine = self._engines[url]
-            self._close(engine, partial(engine.set_state, EngineState.DRAINING, _NO_MORE))
+            self._close(engine, EngineState.DRAINING, _NO_MORE)
         left_out = {}
         for url in wanted:
             try:
@@ -413,7 +413,9 @@ class FleetBackend(Backend):
             case EngineLostError():
                 return await self._lost(line, attempt, why)
         self.ends["moved"] += 1
-        self._close(engine, partial(engine.rest, why))
+        if engine.is_up:
+            engine.streak.rest(self._monotonic_s())
+        self._close(engine, EngineState.FAILING, why)
         return await self._offer_again(line, attempt, why)
 
     async def _run(self, line: _Line, attempt: _Attempt, request: LineRequest) -> LineResult | None:
@@ -453,7 +455,7 @@ class FleetBackend(Backend):
         engine = attempt.engine
         if move is None:
             self.ends["moved"] += 1
-            self._close(engine, partial(engine.set_state, EngineState.DRAINING, why))
+            self._close(engine, EngineState.DRAINING, why)
         elif move.to is None:
             self.ends["returned"] += 1
         elif line.attempt is attempt:
@@ -514,7 +516,7 @@ class FleetBackend(Backend):
         engine.streak.failed(now_s)
         if engine.streak.is_resting(now_s):
             reason = f"{FAILURES_IN_A_ROW} lines in a row failed: {error_message(result.body)}"
-            self._close(engine, partial(engine.set_state, EngineState.FAILING, reason))
+            self._close(engine, EngineState.FAILING, reason)
 
     def _count_tokens(self, engine: RemoteEngine, tokens: int) -> None:
         engine.rate.add(tokens)
@@ -545,7 +547,7 @@ class FleetBackend(Backend):
         engine.lines_lost += len(lines)
         self._deaths.add(death)
         if not engine.answers:
-            self._close(engine, partial(engine.set_state, EngineState.DOWN, why))
+            self._close(engine, EngineState.DOWN, why)
         self._carry_out(
             self.placement.engine_died(engine.url, death, [line.number for line in lines])
         )
@@ -594,10 +596,10 @@ class FleetBackend(Backend):
 
     # --- looking after engines ---
 
-    def _close(self, engine: RemoteEngine, set_state: Callable[[], None]) -> None:
+    def _close(self, engine: RemoteEngine, state: EngineState, reason: str) -> None:
         """Give an engine nothing until it was looked at again."""
         if engine.is_up:
-            set_state()
+            engine.set_state(state, reason)
             _log.warning("no more lines for %s: %s", engine.url, engine.reason)
             self._update_placement(engine)
 

@@ -140,11 +140,6 @@ class RemoteEngine:
         is_silent = self.state in (EngineState.DOWN, EngineState.STUCK)
         return is_silent and self._monotonic_s() - self._alive_s >= _DEAD_S
 
-    def rest(self, reason: str) -> None:
-        """Let it rest, as an engine that fails on every line."""
-        self.streak.rest(self._monotonic_s())
-        self.set_state(EngineState.FAILING, reason)
-
     def set_state(self, state: EngineState, reason: str | None) -> None:
         """Note whether it takes lines; ``look`` finds out when that changes back."""
         self.state, self.reason = state, reason
