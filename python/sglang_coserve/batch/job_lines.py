@@ -64,6 +64,7 @@ class JobLines:
         note: Callable[[Progressed | ServedBy], Awaitable[None]],
     ) -> None:
         self.id = batch.id
+        self.tag = batch_tag(batch.id)
         self.share = share
         self.deadline_s: float | None = batch.expires_at_s
         self._model = batch.model
@@ -71,7 +72,6 @@ class JobLines:
         self._batch = batch
         self._context = context
         self._note = note
-        self._tag = batch_tag(batch.id)
         directory = context.directory
         self._input = directory.file(batch.input_file_id)
         self._log = ResultLog(
@@ -145,7 +145,7 @@ class JobLines:
             async for line in self._source(lambda line: line not in finished):
                 await writer.room()
                 custom_id = (await self.parse(line)).custom_id
-                record = encode_record(self._tag, line.number, custom_id, result)
+                record = encode_record(self.tag, line.number, custom_id, result)
                 writer.add(record, is_ok=False, usage=Usage(), estimated_tokens=0)
 
     async def count(self) -> None:
@@ -161,10 +161,6 @@ class JobLines:
     async def forget(self) -> None:
         """Delete the tokens of unfinished lines, and the order of all: nothing will be served."""
         await self._context.threads.run(self._forget)
-
-    def tag(self, _line: FileLine) -> int:
-        """See ``LineJob``."""
-        return self._tag
 
     async def parse(self, line: FileLine) -> RequestLine | UnservedLine:
         """See ``LineJob``."""
@@ -231,7 +227,7 @@ class JobLines:
         """Find the records that there are, and cut off what a crash left unfinished. Blocks."""
 
         def add(tag: int, line: int) -> bool | None:
-            return finished.add(line) if tag == self._tag else None
+            return finished.add(line) if tag == self.tag else None
 
         batch = self._batch
         mean_estimate_tokens = batch.estimated_tokens // max(1, batch.total_lines)

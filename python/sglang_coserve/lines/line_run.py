@@ -75,6 +75,9 @@ class LineJob(Protocol):
     """The properties of a job that ``LineRun`` needs."""
 
     id: str
+    tag: int
+    """Identifies the job in the records of its lines (see ``encode_record``)."""
+
     share: JobShare
     """Its share of the slots, which knows where its lines are."""
 
@@ -84,11 +87,8 @@ class LineJob(Protocol):
     context_tokens: int
     """Of which no line takes more, prompt and answer."""
 
-    def tag(self, line: FileLine) -> int:
-        """Return the tag of a line's record (see ``encode_record``)."""
-
-    async def parse(self, line: FileLine) -> RequestLine | UnservedLine | None:
-        """Return the request of a line; None if it has a record. Called in order of the lines."""
+    async def parse(self, line: FileLine) -> RequestLine | UnservedLine:
+        """Return the request of a line. Called in order of the lines."""
 
     async def served_by(self, model: str, completed: int) -> None:
         """Note that the result after ``completed`` lines is of ``model``."""
@@ -109,8 +109,6 @@ class LineRun:
         self._writer = writer
         self._journal = journal
         self._lengths = OutputLengths()
-        self.recorded_bytes = 0
-        """Input bytes of the lines that got a record in this run."""
 
     async def serve(self, lines: LineSource, suspects: LineSource | None = None) -> None:
         """Serve every line, ``suspects`` one at a time.
@@ -173,7 +171,7 @@ class LineRun:
                 await self._record(line, request.custom_id, result)
 
     async def _request(self, line: FileLine) -> RequestLine | None:
-        """Return the request of a line; None if it needs no serving."""
+        """Return the request of a line; None if the line is recorded unserved."""
         await self._writer.room()
         parsed = await self._job.parse(line)
         if isinstance(parsed, UnservedLine):
@@ -220,7 +218,7 @@ class LineRun:
     ) -> None:
         """Write the record of a line; ``model`` has answered it, None if it was not served."""
         # Not in a thread: the encoder would hold the interpreter lock there, too.
-        record = encode_record(self._job.tag(line), line.number, custom_id, result)
+        record = encode_record(self._job.tag, line.number, custom_id, result)
         if estimated_tokens is None:
             estimated_tokens = self._estimate(line, {})
         try:
@@ -234,7 +232,6 @@ class LineRun:
                 usage=usage_of(result.body),
                 estimated_tokens=estimated_tokens,
             )
-            self.recorded_bytes += line.size_bytes
 
     def _estimate(self, line: FileLine, body: Mapping[str, Any]) -> int:
         return estimate_tokens(line.size_bytes, body, self._job.context_tokens)
