@@ -16,6 +16,7 @@ from sglang_coserve.errors import ServerError, ServerGoneError, disk_errors
 from sglang_coserve.http_lines.plain_server import PlainServer
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import (
+    ENDPOINTS,
     Backend,
     BackendLoad,
     FailureKind,
@@ -60,9 +61,7 @@ class LineServer(Backend):
     """
 
     model = ""
-    endpoints = frozenset(
-        {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"}
-    )
+    endpoints = frozenset(ENDPOINTS)
 
     def __init__(
         self,

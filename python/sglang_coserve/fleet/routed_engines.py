@@ -24,15 +24,12 @@ from sglang_coserve.http_lines.messages import (
     EngineReport,
 )
 from sglang_coserve.http_lines.plain_server import PlainServer
-from sglang_coserve.lines.backend import FailureKind, LineRequest, LineResult
+from sglang_coserve.lines.backend import ENDPOINTS, FailureKind, LineRequest, LineResult
 from sglang_coserve.network import http_address
 
 KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
 _MODELS_PATH: Final = "/v1/models"
 _NO_HINTS: Final = MappingProxyType[int, str]({})
-
-_ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-"""A router does not say which of these its engines serve: they refuse a line of another one."""
 
 _ROUTER_FAILURES: Final = {502: FailureKind.LOST, 504: FailureKind.TIMED_OUT}
 """A router answers so for an engine that has ended, or took too long, with the line in it."""
@@ -90,7 +87,8 @@ class RoutedEngines:
             run=self.url,
             model=self.url,
             models=models,
-            endpoints=_ENDPOINTS,
+            # A router does not say which of these its engines serve: they refuse the others.
+            endpoints=ENDPOINTS,
             lines=self._num_lines,
             most_lines=self._most_lines,
         )

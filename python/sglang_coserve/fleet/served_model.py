@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from sglang_coserve import durable_files
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.request_line import not_served, served_name
+from sglang_coserve.lines.backend import ENDPOINTS
 
 _FILE: Final = "served_model.json"
 """In the data directory of a gateway."""
@@ -31,10 +32,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
     """What requests may ask for, the model first and then its adapters. Unknown: none."""
 
-    endpoints: tuple[str, ...] = (
-        *("/v1/chat/completions", "/v1/completions"),
-        *("/v1/embeddings", "/v1/responses"),
-    )
+    endpoints: tuple[str, ...] = ENDPOINTS
     """Unknown: all that any engine serves. An engine that has not got one says so of each line."""
 
     limits: BodyLimits = BodyLimits()

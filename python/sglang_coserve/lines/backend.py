@@ -16,6 +16,9 @@ import msgspec
 from sglang_coserve.errors import ServerError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""Every endpoint that lines may have, where it is unknown which of them the model serves."""
+
 _log = logging.getLogger(__name__)
 
 
