@@ -41,6 +41,16 @@ def source(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "in.jsonl", [line(f"id-{n}") for n in range(1, 21)])
 
 
+def leave_unfinished(
+    server: FaultServer, source: Path, output: Path, options: BatchOptions | None = None
+) -> None:
+    """Submit one line, and close the client once the server has the line."""
+    write_lines(source, [line("a", faults=["hang"])])
+    with CoserveClient(server.base_url) as client:
+        client.submit_jsonl(source, output, batch_options=options)
+        eventually(lambda: server.bodies)
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -102,10 +112,7 @@ def test_a_closed_window_leaves_records(server: FaultServer, source: Path, outpu
 def test_a_kill_between_creation_and_answer_is_no_dead_end(
     server: FaultServer, source: Path, output: Path
 ) -> None:
-    write_lines(source, [line("a", faults=["hang"])])
-    with CoserveClient(server.base_url) as client:
-        client.submit_jsonl(source, output, batch_options=BatchOptions("2h"))
-        eventually(lambda: server.bodies)
+    leave_unfinished(server, source, output, BatchOptions("2h"))
     stored = submission_path(output).read_text()
     begun = stored.partition('"batch_id"')[0] + '"batch_id": null, "is_local": true}'
     submission_path(output).write_text(begun)
@@ -146,10 +153,7 @@ def test_modes_that_a_mount_does_not_have_are_a_warning(
     server: FaultServer, source: Path, output: Path
 ) -> None:
     """As on vfat or SMB, where no chmod would help."""
-    write_lines(source, [line("a", faults=["hang"])])
-    with CoserveClient(server.base_url) as client:
-        client.submit_jsonl(source, output)
-        eventually(lambda: server.bodies)
+    leave_unfinished(server, source, output)
     directory = data_directory(output)
     for path in (directory, *directory.rglob("*")):
         path.chmod(0o777)
@@ -162,10 +166,7 @@ def test_modes_that_a_mount_does_not_have_are_a_warning(
 def test_a_directory_that_cannot_be_used_is_told_in_the_words_of_the_command(
     server: FaultServer, source: Path, output: Path
 ) -> None:
-    write_lines(source, [line("a", faults=["hang"])])
-    with CoserveClient(server.base_url) as client:
-        client.submit_jsonl(source, output)
-        eventually(lambda: server.bodies)
+    leave_unfinished(server, source, output)
     database = data_directory(output) / "coserve.sqlite"
     database.write_bytes(b"nonsense" * 1000)
     with (
