@@ -1,4 +1,4 @@
-"""What clients are told of faults, in a few words: without their bodies, and without our files."""
+"""Short texts about faults for clients. They quote neither bodies nor paths of the server."""
 
 from __future__ import annotations
 

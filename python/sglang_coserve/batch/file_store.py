@@ -22,8 +22,8 @@ from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 
 
 class Transfers:
-    """What clients take at the same time: places of transfers, or bytes. An owner may take as many
-    as are still free."""
+    """Bounds transfers, or their bytes, at the same time. An owner may hold at most as many as are
+    still free."""
 
     def __init__(self, kind: str, most: int) -> None:
         self._kind = kind
@@ -34,7 +34,7 @@ class Transfers:
 
     @property
     def count(self) -> int:
-        """What is taken."""
+        """Number of transfers, or of their bytes, at this time."""
         return self._by_owner.total()
 
     @contextmanager

@@ -59,8 +59,9 @@ class BatchLimits:
     """When a response is deleted, counted from its end."""
 
     max_stored_bytes_per_owner: int | None = None
-    """What the files of one owner may take; None: as much as is still free on the disk. The
-    results of lines in flight may exceed it, so that none is lost; others of the owner wait."""
+    """Most bytes of the files of one owner. None allows as much as is still free on the disk.
+    Results of lines in flight may exceed the limit, so that none is lost. Other lines of the owner
+    wait."""
 
     max_files_per_owner: int = 100_000
     """Inputs and results together: an empty file takes no bytes, but a row and an inode. What an

@@ -64,7 +64,7 @@ class BatchApi(Caller):
     """
 
     is_local: ClassVar[bool] = False
-    """Whether batches stand still while nobody has opened them."""
+    """True if batches make progress only while a client has opened them."""
 
     default_window: ClassVar[str] = "24h"
     """The window of a batch for which none is given."""

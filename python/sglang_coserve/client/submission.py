@@ -110,7 +110,7 @@ class SubmissionFile:
         self._path = submission_path(output)
         self._directory = data_directory(output)
         self._current: Submission | None = None
-        """What is on the disk, if ``load`` has accepted it."""
+        """The submission on the disk; None unless ``load`` has accepted it."""
 
         self._is_forgotten = False
         self._lock = ExitStack()

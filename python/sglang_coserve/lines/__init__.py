@@ -6,6 +6,6 @@ The Batch API (``batch``) uses it. It depends neither on databases nor on HTTP n
 - ``line_run`` serves the unfinished lines of one job and writes their records.
 - ``line_source`` chooses the next line of a job, ``fair_slots`` the next job.
 - ``serve_line`` serves one line, with retries; ``journal`` keeps its tokens so far.
-- ``result_log``, ``result_record``: the files of records, and what they sum up to.
-- ``engine_lines``: the lines in the engine, and those that may have crashed it.
+- ``result_log`` writes the files of records; ``result_record`` encodes them and sums them up.
+- ``engine_lines`` keeps the lines in the engine, and the lines that may have crashed it.
 """

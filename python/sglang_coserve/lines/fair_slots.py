@@ -1,16 +1,16 @@
 """A pot that owners share, fair in tokens: it decides which job may send its next line.
 
-Owners get equal shares, however many jobs they have. An owner's share goes to the job of the
-highest priority, among equals to the one with the earliest deadline. Owners have virtual token
+Owners get equal shares, however many jobs they have. An owner's share goes to the job with the
+highest priority. Jobs of equal priority go by the earliest deadline. Owners have virtual token
 counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4.1):
 
 - The owner with the fewest tokens goes next. Two owners who always wait differ by at most one
   line's tokens.
 - A line counts with its estimated tokens while it is in flight, and with its real tokens
   afterwards.
-- A line whose bytes take the room of N lines counts with at least N times the mean tokens of a
-  line. Otherwise equal tokens of large lines would fill the pot, and nobody else's lines would have
-  room (dominant shares: Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
+- A line with the bytes of N lines counts with at least N times the mean tokens of a line. Large
+  lines with few tokens could fill the pot otherwise (dominant shares: Ghodsi et al., "Dominant
+  Resource Fairness", NSDI 2011).
 - Idle time earns nothing: an owner who begins to wait, or is held no longer, starts level with the
   owners who are being served.
 
@@ -86,10 +86,10 @@ class Grant:
     job: JobShare
     size_bytes: int
     byte_tokens: int
-    """Tokens of as many mean lines as its bytes take the room of."""
+    """Tokens of N mean lines, for a line with the bytes of N lines."""
 
     tokens: int
-    """What it counts with while it is in flight."""
+    """Tokens that the line counts with while it is in flight."""
 
     number: int
     granted: asyncio.Future[None]
@@ -107,7 +107,7 @@ _TURN: Final = attrgetter("turn")
 
 @dataclass(slots=True)
 class _OwnerShare:
-    """What an owner was served, has in flight, and waits for."""
+    """Tokens and lines of one owner: served, in flight, and waiting."""
 
     jobs: int = 0
     served_tokens: int = 0
@@ -116,7 +116,7 @@ class _OwnerShare:
     tokens: int = 0
     lines: int = 0
     size_bytes: int = 0
-    """What is in flight."""
+    """Tokens, lines and bytes in flight."""
 
     turns: SortedKeyList[Grant] = field(default_factory=lambda: SortedKeyList(key=_TURN))
     """Lines that wait, one of each job."""
@@ -178,18 +178,19 @@ class FairSlots:
         """Owners who wait and may be served, by their counters: the first one goes next."""
 
         self._in_part = _Order()
-        """Those of them whose next line has room in their part: the first one goes next where the
-        common rest is full."""
+        """Waiting owners whose next line has room in their part. While the common rest is full,
+        the first one goes next."""
 
         self._ahead = _Order()
-        """Former owners, by what they were served. They are remembered while that is more than a
-        newcomer starts with: nobody earns anything by leaving."""
+        """Former owners, by the tokens that they were served. An owner is remembered while these
+        are more than a newcomer starts with, so that nobody gains by leaving."""
 
         self._mean_tokens = 0.0
-        """Of the lines that have ended lately."""
+        """Mean tokens of the lines that have ended lately."""
 
         self._last_served_tokens = 0
-        """What the owner was served who got the last slot of the common rest, before that slot."""
+        """Served tokens of the owner who got the last slot of the common rest, before that
+        slot."""
 
         self._held: Mapping[str, str] = MappingProxyType({})
         self._numbers = count()

@@ -159,9 +159,9 @@ async def serve_line(
     """Return the engine's answer to ``request``, or its last failure, and the model used.
 
     An attempt continues from the tokens ``received`` in earlier attempts, also of an earlier run,
-    if the model is the same. If the weights change while the line is served, it
-    starts over, as an answer must be of one model. Each attempt gets its own body: the first that
-    of ``request``, later ones a ``fresh_body``. ``share`` is told where the line is.
+    if the model is the same. If the weights change while the line is served, the line starts over,
+    as an answer must be of one model. Each attempt gets its own body: the first attempt the body of
+    ``request``, each later attempt a ``fresh_body``. ``share`` counts where the line waits.
 
     Raises:
         StorageError: the line cannot be recorded as in the engine.

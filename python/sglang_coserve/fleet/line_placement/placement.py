@@ -103,13 +103,13 @@ class LinePlacement:
 
     A line that is in an engine when the engine dies, and has brought few tokens, may have caused
     the death. A line with ``DEATHS_BEFORE_APART`` deaths waits until they are proven, and then is a
-    suspect. Suspects are served in halves: an engine is reserved for one half of them, and if it
-    dies, too, the half is halved again. So one bad line among n costs about log2(n) engines. A
-    suspect that brings ``INNOCENT_TOKENS`` tokens is none any more. A single suspect with which its
-    engine dies is given up.
+    suspect. Suspects are served in halves. An engine is reserved for one half; if this engine dies
+    too, its half is halved again. So one bad line among n costs about log2(n) engines. A line is a
+    suspect no longer once it brings ``INNOCENT_TOKENS`` tokens. A suspect that is served alone
+    when its engine dies is given up.
 
-    Calls that may lead to decisions return them. Between calls no line but those that may have
-    killed engines waits while an open engine that can serve it has room.
+    Calls that may lead to decisions return them. Between calls, no line waits while an open engine
+    that can serve it has room. Lines that may have killed engines are the exception.
     """
 
     def __init__(self) -> None:
