@@ -1,64 +1,49 @@
-"""A proxy before each engine of a fleet, whose connections can be cut."""
+"""Proxies before the engines of a fleet, whose connections can be cut."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final, Self
 
+from anyio.from_thread import start_blocking_portal
+
 _PIECE_BYTES: Final = 1 << 16
-_READY_TIMEOUT_S: Final = 10.0
 
 
-class CutProxy:
-    """Passes bytes on to the ports of engines, each from a port of its own. A context manager."""
+class CutConnections:
+    """Passes bytes on to an engine, until the connections are cut. An async context manager."""
 
-    def __init__(self, ports: Sequence[int]) -> None:
-        """Take the ports of the engines; nothing listens yet."""
-        self._engine_ports = ports
-        self.ports: dict[int, int] = {}
-        """The proxy's port by the engine's."""
-
-        self._loop = asyncio.new_event_loop()
+    def __init__(self, engine_port: int) -> None:
+        """Take the port of the engine; nothing listens yet."""
+        self._engine_port = engine_port
         self._writers: set[asyncio.StreamWriter] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.is_away = False
+        """New connections are cut at once."""
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        for port in self._engine_ports:
-            listening = asyncio.run_coroutine_threadsafe(self._listen(port), self._loop)
-            self.ports[port] = listening.result(_READY_TIMEOUT_S)
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
-    def __exit__(self, *error: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
         self.cut()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_READY_TIMEOUT_S)
 
     def cut(self) -> None:
-        """Cut all connections that there are now. May be called in any thread."""
-        self._loop.call_soon_threadsafe(self._cut)
-
-    def _cut(self) -> None:
+        """Cut all connections that there are now."""
         for writer in self._writers:
             writer.transport.abort()
 
-    async def _listen(self, engine_port: int) -> int:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._serve(engine_port, reader, writer)
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port: int = server.sockets[0].getsockname()[1]
-        return port
-
-    async def _serve(
-        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_away:
+            writer.transport.abort()
+            return
         self._writers.add(writer)
         with suppress(OSError):
-            there_reader, there = await asyncio.open_connection("127.0.0.1", port)
+            there_reader, there = await asyncio.open_connection("127.0.0.1", self._engine_port)
             self._writers.add(there)
             with suppress(OSError):
                 await asyncio.gather(_copy(reader, there), _copy(there_reader, writer))
@@ -73,3 +58,31 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write(content)
         await writer.drain()
     writer.transport.abort()
+
+
+class CutProxies:
+    """``CutConnections`` for each engine, in a thread of their own. A context manager."""
+
+    def __init__(self, engine_ports: Sequence[int]) -> None:
+        """Take the ports of the engines; nothing listens yet."""
+        self._proxies = [CutConnections(port) for port in engine_ports]
+        self._stack = ExitStack()
+        self.urls: list[str] = []
+        """Addresses of the proxies, in the order of the engines."""
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal(name="cut_proxies"))
+            for proxy in self._proxies:
+                stack.enter_context(self._portal.wrap_async_context_manager(proxy))
+                self.urls.append(proxy.url)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def cut(self) -> None:
+        """Cut all connections that there are now. May be called in any thread."""
+        for proxy in self._proxies:
+            self._portal.call(proxy.cut)

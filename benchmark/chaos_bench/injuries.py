@@ -117,7 +117,7 @@ def freeze_scheduler(servers: Servers, server: LocalServer) -> None:
 def cut_connections(servers: Servers) -> bool:
     """Cut all connections between the gateway and its engines, again and again."""
     for _ in range(_CUTS):
-        servers.proxy.cut()
+        servers.proxies.cut()
         time.sleep(_CUT_EVERY_S)
     return True
 

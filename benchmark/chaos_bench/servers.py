@@ -13,7 +13,7 @@ from typing import Final, Self
 
 import psutil
 
-from chaos_bench.cut_proxy import CutProxy
+from chaos_bench.cut_proxy import CutProxies
 from chaos_bench.figures import ChaosError, Interval
 from chaos_bench.torn_tails import DiskFaults
 from sglang_coserve.errors import StartupError
@@ -72,9 +72,8 @@ class Servers:
             few = {"OMP_NUM_THREADS": "1"}  # Several share the cores.
             flags = [*flags, "--admin-api-key", _KEY]
             self.engines = [self._made(f"engine-{n}", flags, few) for n in range(engines)]
-            self.proxy = CutProxy([engine.port for engine in self.engines])
-            ports = self._stack.enter_context(self.proxy).ports
-            addresses = [f"http://127.0.0.1:{ports[engine.port]}" for engine in self.engines]
+            self.proxies = CutProxies([engine.port for engine in self.engines])
+            addresses = self._stack.enter_context(self.proxies).urls
             urls = [word for address in addresses for word in ("--engine", address)]
             environment = {"COSERVE_ENGINE_ADMIN_KEY": _KEY}
             module = "sglang_coserve.fleet"

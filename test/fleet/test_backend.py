@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from zlib import crc32
 
 import aiohttp
@@ -15,6 +15,7 @@ import pytest
 
 from batch.scenarios import OWNER, line, lines, stream, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
+from chaos_bench.cut_proxy import CutConnections
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.fleet.backend import _MOST_SETBACKS, FleetBackend
@@ -194,59 +195,13 @@ async def test_a_line_that_engines_die_of_is_given_up_and_no_other() -> None:
             await engine.kill()
 
 
-class CutConnections:
-    """A proxy that cuts connections: all of them when asked, or each after its first bytes."""
-
-    def __init__(self, engine: LiveEngine) -> None:
-        self._engine = engine
-        self._writers: set[asyncio.StreamWriter] = set()
-        self.is_away = False
-        """New connections are cut at once."""
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        port = self._server.sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._server.close()
-        self.cut()
-
-    def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.is_away:
-            writer.transport.abort()
-            return
-        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._engine.port)
-        self._writers |= {writer, there_writer}
-        try:
-            await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer))
-        except OSError:
-            pass
-        finally:
-            self._writers -= {writer, there_writer}
-            writer.transport.abort()
-            there_writer.transport.abort()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while content := await reader.read(1 << 16):
-        writer.write(content)
-        await writer.drain()
-    writer.transport.abort()
-
-
 @asynccontextmanager
 async def cut_off(*engines: LiveEngine) -> AsyncGenerator[tuple[Any, ...]]:
     """A fleet, and the proxy before each of its engines."""
     async with AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine)
-        proxies = [await stack.enter_async_context(CutConnections(each)) for each in engines]
+        proxies = [await stack.enter_async_context(CutConnections(each.port)) for each in engines]
         fleet = FleetBackend(ADMIN_KEY, look_interval_s=0.02)
         await stack.enter_async_context(fleet)
         fleet.set_engines(proxy.url for proxy in proxies)
