@@ -105,6 +105,7 @@ def run(options: argparse.Namespace) -> Verdict:
             known,
             options.seed,
             work / "end",
+            servers.pid_file,
             # Only a router knows which of several engines is there.
             streams=options.streams if options.router or not options.engines else 0,
             # Longer than an engine is frozen or started again.

@@ -34,7 +34,10 @@ class Observation:
     """A stream ended well, but with another text than the undisturbed one."""
 
     detail: str = ""
-    """Of a failure: what was answered."""
+    """What was answered, of a failure; how the server's event loop spent the time, of a probe."""
+
+    cpu_wait_ms: float = 0.0
+    """How long the event loops of server and sender waited for a CPU, of a probe."""
 
 
 @dataclass(frozen=True, slots=True)

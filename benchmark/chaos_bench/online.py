@@ -7,9 +7,11 @@ server's.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,10 +22,12 @@ from httpx_sse import EventSource
 
 from chaos_bench.answers import KnownAnswer, answered_text
 from chaos_bench.figures import Observation
+from chaos_bench.thread_times import ThreadTimes
 
 _PROBE_EVERY_S: Final = 0.02
 _PROBE_TIMEOUT_S: Final = 20.0
 _RETRY_S: Final = 0.1
+_PRIORITY: Final = -20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,9 @@ class Probes:
     known: Sequence[KnownAnswer]
     seed: int
     end: Path
+    pid_file: Path
+    """Has the id of the server's process."""
+
     streams: int
     """Online streams at a time, each of which follows another."""
 
@@ -43,7 +50,12 @@ class Probes:
 
 
 def probe(probes: Probes) -> list[Observation]:
-    """Send, and return what was seen, of every request."""
+    """Send, and return what was seen, of every request.
+
+    The process goes before all others where it may, as a client has a machine of its own.
+    """
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     seen: list[Observation] = []
     asyncio.run(_send(probes, seen))
     return seen
@@ -59,19 +71,30 @@ async def _send(probes: Probes, seen: list[Observation]) -> None:
             tasks.create_task(_streams(client, probes, random.Random(probes.seed + number), seen))
         if probes.asks_routes:
             for kind, path in (("ping", "/ping"), ("health", "/health")):
-                tasks.create_task(_ask(client, probes.end, kind, path, seen))
+                tasks.create_task(_ask(client, probes, kind, path, seen))
 
 
 async def _ask(
-    client: httpx.AsyncClient, end: Path, kind: str, path: str, seen: list[Observation]
+    client: httpx.AsyncClient, probes: Probes, kind: str, path: str, seen: list[Observation]
 ) -> None:
-    while not end.exists():
+    while not probes.end.exists():
+        pids = (int(probes.pid_file.read_text()), os.getpid())
+        before = [ThreadTimes.of_process(pid) for pid in pids]
         start_s = time.monotonic()
         try:
             status = (await client.get(path, timeout=_PROBE_TIMEOUT_S)).status_code
         except httpx.HTTPError:
             status = 0
-        seen.append(Observation(kind, start_s, time.monotonic(), status))
+        end_s = time.monotonic()
+        server, own = (
+            ThreadTimes.of_process(pid) - earlier for pid, earlier in zip(pids, before, strict=True)
+        )
+        wait_ms = server.waited_ms + own.waited_ms
+        detail = (
+            f"the server's event loop ran for {server.ran_ms:.0f} ms and waited "
+            f"{server.waited_ms:.0f} ms for a CPU, the sender's waited {own.waited_ms:.0f} ms"
+        )
+        seen.append(Observation(kind, start_s, end_s, status, detail=detail, cpu_wait_ms=wait_ms))
         await asyncio.sleep(_RETRY_S if status == 0 else _PROBE_EVERY_S)
 
 

@@ -61,6 +61,9 @@ class Servers:
         """
         self.rng = random.Random(seed)
         self.disk = DiskFaults(work / "data", work / "disk", self.rng)
+        self.pid_file = work / "pid"
+        """Has the process id of the server, or of the gateway."""
+
         self._log_folder = logs
         self._logs: dict[LocalServer, Path] = {}
         self.is_fleet = engines > 0
@@ -175,6 +178,8 @@ class Servers:
         began_s = time.monotonic()
         server.start()
         self.start_s = time.monotonic() - began_s
+        if server is self.keeper:
+            self.pid_file.write_text(str(server.pid))
 
     def fail(self, reason: str) -> None:
         """Note that a server did not do what it should."""

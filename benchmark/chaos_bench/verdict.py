@@ -19,6 +19,7 @@ _QUEUE_FULL: Final = "The request queue is full"
 """What SGLang answers beyond ``--max-queued-requests``, which is an ordinary outcome."""
 
 _MOST_EXAMPLES: Final = 20
+_SLOWEST_TOLD: Final = 10
 _OURS: Final = frozenset({"ping", "health", "stream", "gap", "batch"})
 
 
@@ -90,17 +91,27 @@ def of_requests(
         Figure("answers of 5xx", len(errors), at_most=0),
         Figure("probes without an answer", len(silent), at_most=0),
     ]
+    pings: list[str] = []
     for kind, target in (("ping", _MOST_STALL_MS), ("health", None), ("gap", None)):
-        times_ms = sorted((o.end_s - o.start_s) * 1e3 for o in judged if o.kind == kind)
-        if times_ms:
-            p99 = times_ms[min(len(times_ms) - 1, int(len(times_ms) * 0.99))]
-            figures.append(Figure(f"P99 of {kind}", p99, "ms"))
-            figures.append(Figure(f"longest {kind}", times_ms[-1], "ms", at_most=target))
+        if of_kind := sorted((o for o in judged if o.kind == kind), key=_duration_ms):
+            p99_ms = _duration_ms(of_kind[min(len(of_kind) - 1, int(len(of_kind) * 0.99))])
+            figures.append(Figure(f"P99 of {kind}", p99_ms, "ms"))
+            longest_ms = _duration_ms(of_kind[-1])
+            figures.append(Figure(f"longest {kind}", longest_ms, "ms", at_most=target))
+        if of_kind and kind == "ping":
+            longest_ms = max(_duration_ms(o) - o.cpu_wait_ms for o in of_kind)
+            figures.append(Figure("longest ping without waits for a CPU", longest_ms, "ms"))
+            slowest = of_kind[: -1 - _SLOWEST_TOLD : -1]
+            pings = [f"ping of {_duration_ms(o):.0f} ms: {o.detail}" for o in slowest]
     causes = Counter(
         f"{each.kind}: {each.status} {each.detail[:200]}" for each in {*errors, *silent, *otherwise}
     )
     examples = [f"{count} × {text}" for text, count in causes.most_common(_MOST_EXAMPLES)]
-    return Verdict(figures, examples)
+    return Verdict(figures, examples + pings)
+
+
+def _duration_ms(seen: Observation) -> float:
+    return (seen.end_s - seen.start_s) * 1e3
 
 
 def _is_refused(each: Observation) -> bool:

@@ -149,6 +149,17 @@ def test_an_outage_excuses_only_what_ended_with_it() -> None:
     assert figures["longest ping"] == pytest.approx(100.0)
 
 
+def test_the_slowest_ping_tells_how_long_event_loops_waited_for_a_cpu() -> None:
+    seen = [
+        Observation("ping", 1.0, 1.5, 200, detail="waited", cpu_wait_ms=450.0),
+        Observation("ping", 2.0, 2.2, 200, detail="ran", cpu_wait_ms=10.0),
+    ]
+    found = of_requests(seen, [])
+    assert values(found)["longest ping"] == pytest.approx(500.0)
+    assert values(found)["longest ping without waits for a CPU"] == pytest.approx(190.0)
+    assert found.examples == ["ping of 500 ms: waited", "ping of 200 ms: ran"]
+
+
 def test_an_outage_of_the_gateway_excuses_calls_of_the_batch_api_alone() -> None:
     seen = [
         Observation("batch", 1.0, 1.1, 503, detail="the gateway is starting"),
