@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import httpx
+import httpx2
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -18,13 +18,13 @@ class Server(Protocol):
 
 def call(
     server: Server, method: str, path: str, key: str | None = None, **options: Any
-) -> httpx.Response:
+) -> httpx2.Response:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     url = f"{server.base_url}{path}"
-    return httpx.request(method, url, headers=headers, timeout=GIVE_UP_S, **options)
+    return httpx2.request(method, url, headers=headers, timeout=GIVE_UP_S, **options)
 
 
-def get(server: Server, path: str, key: str | None = None) -> httpx.Response:
+def get(server: Server, path: str, key: str | None = None) -> httpx2.Response:
     return call(server, "GET", path, key)
 
 

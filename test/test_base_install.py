@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
-import httpx
+import httpx2
 import pytest
 
 from sglang_coserve import __version__, errors
@@ -75,8 +75,8 @@ def environment(path: Path) -> dict[str, str]:
 def health(port: int) -> str:
     """What a gateway answers to ``/health``; nothing where none listens."""
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=COMMAND_S).text
-    except httpx.ConnectError:
+        return httpx2.get(f"http://127.0.0.1:{port}/health", timeout=COMMAND_S).text
+    except httpx2.ConnectError:
         return ""
 
 

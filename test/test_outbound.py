@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +48,7 @@ def say_hi(call: Call) -> None:
 
 
 async def post(url: str) -> str:
-    async with httpx.AsyncClient(transport=OutboundTransport(), timeout=10) as client:
+    async with httpx2.AsyncClient(transport=OutboundTransport(), timeout=10) as client:
         return (await client.post(f"{url}/x", content=b"once")).text
 
 
@@ -58,7 +58,7 @@ async def post(url: str) -> str:
 async def test_nothing_private_is_connected_to(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with web_server(say_hi) as web:
         url = web.url.replace("127.0.0.1", host)
-        with pytest.raises(httpx.ConnectError, match="private"):
+        with pytest.raises(httpx2.ConnectError, match="private"):
             await post(url)
         assert web.calls == []
         if "::" not in host:
@@ -92,12 +92,12 @@ async def test_the_next_address_is_tried_if_it_is_allowed(
         if is_public:
             assert await post(url) == "hi"
         else:
-            with pytest.raises(httpx.ConnectError, match="private"):
+            with pytest.raises(httpx2.ConnectError, match="private"):
                 await post(url)
         assert len(web.calls) == is_public
 
 
 @pytest.mark.parametrize("host", ["a" * 64 + ".org", "no-such-name.invalid"])
 async def test_a_name_that_leads_nowhere(host: str) -> None:
-    with pytest.raises(httpx.ConnectError, match="looked up"):
+    with pytest.raises(httpx2.ConnectError, match="looked up"):
         await post(f"http://{host}")

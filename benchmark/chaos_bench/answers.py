@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import httpx
+import httpx2
 import orjson
 
 from chaos_bench.figures import ChaosError
@@ -73,7 +73,7 @@ def known_answers(
     """
     rng = random.Random(seed)
     known: list[KnownAnswer] = []
-    with httpx.Client(base_url=base_url, timeout=60.0, trust_env=False) as client:
+    with httpx2.Client(base_url=base_url, timeout=60.0, trust_env=False) as client:
         while len(known) < count:
             # The first words differ, so that not every prompt shares a prefix with the next.
             words = rng.choices(_WORDS, k=rng.randint(*_PROMPT_WORDS))
@@ -85,7 +85,7 @@ def known_answers(
             try:
                 response = client.post(asked.path, json=asked.body(**logprobs))
                 choice = orjson.loads(response.raise_for_status().content)["choices"][0]
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 raise ChaosError(f"the undisturbed server does not answer: {error}") from error
             if _margin(choice["logprobs"]) >= _LEAST_MARGIN:
                 known.append(replace(asked, text=answered_text(choice)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 import orjson
 
 from chaos_bench.answers import KnownAnswer, answered_text
@@ -100,7 +100,7 @@ class Batches:
         Raises:
             ChaosError: a call is refused, or the batches do not end.
         """
-        self._client = httpx.Client(
+        self._client = httpx2.Client(
             base_url=self.base_url, timeout=_CALL_TIMEOUT_S, trust_env=False
         )
         self._submit()
@@ -196,7 +196,7 @@ class Batches:
                 response = self._client.request(method, path, headers=headers, **request)
                 status, content = response.status_code, response.content
                 detail = response.text[:300]
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 pass
             self.seen.append(Observation("batch", start_s, time.monotonic(), status, detail=detail))
             if 200 <= status < 300 or status == 409:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-import httpx
+import httpx2
 import psutil
 
 from chaos_bench.figures import ChaosError, Interval
@@ -222,8 +222,8 @@ def injuries_of(engines: int) -> Mapping[str, Injury]:
 def _post(server: LocalServer, path: str, **body: str) -> None:
     try:
         url = f"{server.base_url}{path}"
-        httpx.post(url, json=body, timeout=_CALL_TIMEOUT_S, trust_env=False).raise_for_status()
-    except httpx.HTTPError as error:
+        httpx2.post(url, json=body, timeout=_CALL_TIMEOUT_S, trust_env=False).raise_for_status()
+    except httpx2.HTTPError as error:
         raise ChaosError(f"POST {path}: {error}") from error
 
 

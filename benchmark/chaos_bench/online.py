@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 import orjson
-from httpx_sse import EventSource
 
 from chaos_bench.answers import KnownAnswer, answered_text
 from chaos_bench.figures import Observation
@@ -62,9 +61,9 @@ def probe(probes: Probes) -> list[Observation]:
 
 
 async def _send(probes: Probes, seen: list[Observation]) -> None:
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx2.Limits(max_connections=None)
     async with (
-        httpx.AsyncClient(base_url=probes.base_url, limits=limits, trust_env=False) as client,
+        httpx2.AsyncClient(base_url=probes.base_url, limits=limits, trust_env=False) as client,
         asyncio.TaskGroup() as tasks,
     ):
         for number in range(probes.streams):
@@ -75,7 +74,7 @@ async def _send(probes: Probes, seen: list[Observation]) -> None:
 
 
 async def _ask(
-    client: httpx.AsyncClient, probes: Probes, kind: str, path: str, seen: list[Observation]
+    client: httpx2.AsyncClient, probes: Probes, kind: str, path: str, seen: list[Observation]
 ) -> None:
     while not probes.end.exists():
         pids = (int(probes.pid_file.read_text()), os.getpid())
@@ -83,7 +82,7 @@ async def _ask(
         start_s = time.monotonic()
         try:
             status = (await client.get(path, timeout=_PROBE_TIMEOUT_S)).status_code
-        except httpx.HTTPError:
+        except httpx2.HTTPError:
             status = 0
         end_s = time.monotonic()
         server, own = (
@@ -99,7 +98,7 @@ async def _ask(
 
 
 async def _streams(
-    client: httpx.AsyncClient, probes: Probes, rng: random.Random, seen: list[Observation]
+    client: httpx2.AsyncClient, probes: Probes, rng: random.Random, seen: list[Observation]
 ) -> None:
     while not probes.end.exists():
         answered = await _stream(client, rng.choice(probes.known), probes.stream_timeout_s, seen)
@@ -109,7 +108,7 @@ async def _streams(
 
 
 async def _stream(
-    client: httpx.AsyncClient, answer: KnownAnswer, timeout_s: float, seen: list[Observation]
+    client: httpx2.AsyncClient, answer: KnownAnswer, timeout_s: float, seen: list[Observation]
 ) -> Observation:
     """Ask for an answer; note the gaps between its parts, and return what became of it."""
     start_s = last_s = time.monotonic()
@@ -121,7 +120,7 @@ async def _stream(
             if status != 200:
                 detail = (await response.aread()).decode(errors="replace")[:300]
                 response.raise_for_status()
-            async for event in EventSource(response).aiter_sse():
+            async for event in httpx2.EventSource(response):
                 if event.data == "[DONE]":
                     is_whole = True
                 else:
@@ -132,7 +131,7 @@ async def _stream(
                     choices = orjson.loads(event.data).get("choices") or [{}]
                     text += answered_text(choices[0])
                     reason = choices[0].get("finish_reason") or reason
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         detail = detail or repr(error)
     # A stream whose engine was killed may come through a router with an end, but without a reason.
     if status == 200 and (not is_whole or reason in (None, "abort")):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 
 from sglang_coserve.local_server import ChildServer, free_port
 
@@ -53,8 +53,8 @@ class Router(ChildServer):
 
     def num_healthy(self) -> int:
         """Return how many workers it would send requests to; 0 while it does not answer."""
-        with contextlib.suppress(httpx.TransportError, ValueError):
-            answer = httpx.get(f"{self.base_url}/workers", timeout=5.0)
+        with contextlib.suppress(httpx2.TransportError, ValueError):
+            answer = httpx2.get(f"{self.base_url}/workers", timeout=5.0)
             if answer.status_code == 200:
                 return sum(bool(worker["is_healthy"]) for worker in answer.json()["workers"])
         return 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 import orjson
 
 from chaos_bench.answers import CHAT, COMPLETIONS, completion_body
@@ -34,7 +34,7 @@ def storm(
     Of the corpus, which has paths and bodies, most: it is most of what there is.
     """
     seen = []
-    with httpx.Client(base_url=base_url, timeout=_TIMEOUT_S, trust_env=False) as client:
+    with httpx2.Client(base_url=base_url, timeout=_TIMEOUT_S, trust_env=False) as client:
         hostile = _Hostile(client, corpus, random.Random(seed))
         while not stop.exists():
             name, send = hostile.drawn()
@@ -46,7 +46,7 @@ def storm(
                 status, detail = (
                     (200, "") if response is None else (response.status_code, response.text[:300])
                 )
-            except (httpx.HTTPError, OSError) as error:
+            except (httpx2.HTTPError, OSError) as error:
                 detail = f"{type(error).__name__}: {error}"
             seen.append(Observation(name, start_s, time.monotonic(), status, detail=detail))
             time.sleep(_PAUSE_S)
@@ -57,15 +57,15 @@ class _Hostile:
     """What is sent, each at random."""
 
     def __init__(
-        self, client: httpx.Client, corpus: Sequence[tuple[str, bytes]], rng: random.Random
+        self, client: httpx2.Client, corpus: Sequence[tuple[str, bytes]], rng: random.Random
     ) -> None:
         self._client = client
         self._corpus = corpus
         self._rng = rng
 
-    def drawn(self) -> tuple[str, Callable[[], httpx.Response | None]]:
+    def drawn(self) -> tuple[str, Callable[[], httpx2.Response | None]]:
         """Return the name of what to send next, and what sends it."""
-        kinds: list[tuple[str, Callable[[], httpx.Response | None]]] = [
+        kinds: list[tuple[str, Callable[[], httpx2.Response | None]]] = [
             ("random bytes", self._random_bytes),
             ("large body", self._large_body),
             ("large line", self._large_line),
@@ -75,17 +75,17 @@ class _Hostile:
         ]
         return self._rng.choice([*kinds, *[("corpus", self._corpus_request)] * len(kinds)])
 
-    def _corpus_request(self) -> httpx.Response:
+    def _corpus_request(self) -> httpx2.Response:
         path, content = self._rng.choice(self._corpus)
         return self._client.post(path, content=content, headers=_JSON)
 
-    def _random_bytes(self) -> httpx.Response:
+    def _random_bytes(self) -> httpx2.Response:
         content = self._rng.randbytes(self._rng.choice((0, 1, 100, 10_000)))
         kind = self._rng.choice(("application/json", "multipart/form-data; boundary=x", "", "text"))
         path = self._rng.choice(_ROUTES)
         return self._client.post(path, content=content, headers={"content-type": kind})
 
-    def _large_body(self) -> httpx.Response:
+    def _large_body(self) -> httpx2.Response:
         prompt: Any = self._rng.choice((["a b "] * 100_000, "word " * (_LARGE_BYTES // 5)))
         messages = [{"role": "user", "content": str(prompt)}]
         bodies = {
@@ -96,7 +96,7 @@ class _Hostile:
         path, body = self._rng.choice(list(bodies.items()))
         return self._client.post(path, content=orjson.dumps(body), headers=_JSON)
 
-    def _large_line(self) -> httpx.Response:
+    def _large_line(self) -> httpx2.Response:
         body = completion_body("word " * (_LARGE_BYTES // 5), 4)
         line = {"custom_id": "large", "method": "POST", "url": COMPLETIONS, "body": body}
         headers = {"authorization": f"Bearer storm-{self._rng.randrange(4)}"}
@@ -112,7 +112,7 @@ class _Hostile:
         }
         return self._client.post("/v1/batches", json=batch, headers=headers)
 
-    def _endless_form(self) -> httpx.Response:
+    def _endless_form(self) -> httpx2.Response:
         def parts() -> Iterator[bytes]:
             for number in range(20_000):
                 name = f'Content-Disposition: form-data; name="f{number}"'
@@ -127,7 +127,7 @@ class _Hostile:
             with self._client.stream("POST", COMPLETIONS, json=body) as response:
                 next(response.iter_bytes(), None)
 
-    def _unknown_ids(self) -> httpx.Response:
+    def _unknown_ids(self) -> httpx2.Response:
         names = ("x", "batch_" + "0" * 24, "file-" + "f" * 24, "%2e%2e%2f", "a" * 99)
         name = self._rng.choice(names)
         calls = (

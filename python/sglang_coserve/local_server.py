@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
-import httpx
+import httpx2
 
 from sglang_coserve.errors import StartupError
 
@@ -86,7 +86,7 @@ class ChildServer(ABC):
         """Ask the server, within seconds, whether it is ready.
 
         Raises:
-            httpx.TransportError: it does not answer.
+            httpx2.TransportError: it does not answer.
         """
 
     def start(self) -> None:
@@ -164,7 +164,7 @@ class ChildServer(ABC):
                     f"the server ended with status {status} before it was ready; "
                     f"its log ({self._log_path}) ends with:\n{self.log_tail()}"
                 )
-            with contextlib.suppress(httpx.TransportError):
+            with contextlib.suppress(httpx2.TransportError):
                 if self.is_ready():
                     return
             time.sleep(_POLL_S)
@@ -198,4 +198,4 @@ class LocalServer(ChildServer):
 
     def is_ready(self) -> bool:
         """See ``ChildServer``."""
-        return httpx.get(f"{self.base_url}/health", timeout=2.0).status_code == 200
+        return httpx2.get(f"{self.base_url}/health", timeout=2.0).status_code == 200

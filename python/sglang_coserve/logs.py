@@ -22,7 +22,7 @@ _FIELDS: Final = {
     "message": "message",
     "correlation_id": "request_id",
 }
-_QUIET: Final = ("httpx", "httpcore", "aiohttp.access")
+_QUIET: Final = ("httpx2", "httpcore2", "aiohttp.access")
 """Loggers that tell of every request that is made."""
 
 

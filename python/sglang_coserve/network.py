@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from typing import Final
 
-import httpx
+import httpx2
 
 from sglang_coserve.errors import ConfigError, StartupError
 
@@ -35,16 +35,16 @@ _MAX_ADDRESSES: Final = 4
 and whoever names the host says how many there are."""
 
 
-def http_address(url: str, what: str, *, may_have_login: bool = False) -> httpx.URL:
+def http_address(url: str, what: str, *, may_have_login: bool = False) -> httpx2.URL:
     """Return the address ``url``, which a setting or a user says is that of ``what``.
 
     Raises:
         ConfigError: it is none of HTTP, or has a user name or password that it may not have.
     """
     try:
-        address = httpx.URL(url)
+        address = httpx2.URL(url)
         host = address.host
-    except (httpx.InvalidURL, ValueError) as error:
+    except (httpx2.InvalidURL, ValueError) as error:
         raise ConfigError(f"{what} {url!r}: {error}") from error
     if address.scheme not in ("http", "https") or not host:
         raise ConfigError(f"{what} {url!r}: use http://HOST:PORT")
@@ -85,29 +85,29 @@ def is_public(address: str) -> bool:
     return found.is_global and not found.is_multicast
 
 
-class OutboundTransport(httpx.AsyncBaseTransport):
+class OutboundTransport(httpx2.AsyncBaseTransport):
     """Looks every name up itself and connects to the addresses that it has checked, one after
     the other, until one answers.
 
     A second look-up could answer another address. Redirects come this way, too. No
     proxy is used, and no connection again. A host without an address that it may have
-    is an ``httpx.ConnectError``.
+    is an ``httpx2.ConnectError``.
     """
 
     def __init__(self) -> None:
-        limits = httpx.Limits(max_keepalive_connections=0)
+        limits = httpx2.Limits(max_keepalive_connections=0)
         # The authorities of the environment count, and its proxies do not.
-        verify = httpx.create_ssl_context()
-        self._inner = httpx.AsyncHTTPTransport(verify=verify, trust_env=False, limits=limits)
+        verify = httpx2.create_ssl_context()
+        self._inner = httpx2.AsyncHTTPTransport(verify=verify, trust_env=False, limits=limits)
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """See ``httpx.AsyncBaseTransport``."""
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """See ``httpx2.AsyncBaseTransport``."""
         host = request.url.raw_host.decode()
-        failure: httpx.TransportError = httpx.ConnectError(f"{host} has no address")
+        failure: httpx2.TransportError = httpx2.ConnectError(f"{host} has no address")
         for address in await self._addresses(host):
             try:
                 return await self._inner.handle_async_request(_pinned(request, host, address))
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 failure = error  # Nothing of the request has been sent: the next one may do.
         raise failure
 
@@ -120,22 +120,22 @@ class OutboundTransport(httpx.AsyncBaseTransport):
         try:
             entries = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError(f"{host} cannot be looked up: {error}") from error
+            raise httpx2.ConnectError(f"{host} cannot be looked up: {error}") from error
         found = dict.fromkeys(str(entry[4][0]) for entry in entries)
         addresses = [address for address in found if is_public(address)]
         if not addresses:
             message = f"{host} has none but private addresses, which are not allowed"
-            raise httpx.ConnectError(message)
+            raise httpx2.ConnectError(message)
         return addresses[:_MAX_ADDRESSES]
 
 
-def _pinned(request: httpx.Request, host: str, address: str) -> httpx.Request:
+def _pinned(request: httpx2.Request, host: str, address: str) -> httpx2.Request:
     """Return ``request`` as one to ``address``, which stays the one that was checked."""
     try:
         url = request.url.copy_with(host=address)
-    except httpx.InvalidURL as error:
-        raise httpx.ConnectError(f"{host} has the address {address}: {error}") from error
-    return httpx.Request(
+    except httpx2.InvalidURL as error:
+        raise httpx2.ConnectError(f"{host} has the address {address}: {error}") from error
+    return httpx2.Request(
         request.method,
         url,
         headers=request.headers,  # Its host is still the name.

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 import psutil
 
 from sglang_coserve.local_server import LocalServer
@@ -53,7 +53,7 @@ def main() -> None:
         flags += ["--coserve-data-dir", str(work / "data")]
         with LocalServer(flags, log_path=options.log, ready_timeout_s=600.0) as server:
             url = server.base_url
-            with httpx.Client(base_url=url, timeout=600.0, trust_env=False) as client:
+            with httpx2.Client(base_url=url, timeout=600.0, trust_env=False) as client:
                 run(client, walks)
         counts = walks.counts()
     print(markdown_table(_COLUMNS, [(name, *map(str, row)) for name, row in counts.items()]))
@@ -107,7 +107,7 @@ class Walks:
         self._pids |= written()
 
 
-def run(client: httpx.Client, walks: Walks) -> None:
+def run(client: httpx2.Client, walks: Walks) -> None:
     """Send the requests of all walks, one walk after the other."""
     complete(client, 8, "default")  # What only the first request of a kind needs is no part of it.
     complete(client, 8, "flex")
@@ -123,14 +123,14 @@ def run(client: httpx.Client, walks: Walks) -> None:
         suspend(client)
 
 
-def complete(client: httpx.Client, output_tokens: int, tier: str, prompt_tokens: int = 32) -> None:
+def complete(client: httpx2.Client, output_tokens: int, tier: str, prompt_tokens: int = 32) -> None:
     """Have a completion of one class served."""
     prompt = [16 + place % 200 for place in range(prompt_tokens)]
     body = {**_body(prompt, output_tokens), "service_tier": tier}
     client.post(_COMPLETIONS, json=body).raise_for_status()
 
 
-def serve_batch(client: httpx.Client) -> None:
+def serve_batch(client: httpx2.Client) -> None:
     """Have a batch of one line served."""
     body = _body([20, 21, 22, time.time_ns() % 200], 8)
     line = {"custom_id": "one", "method": "POST", "url": _COMPLETIONS, "body": body}
@@ -148,7 +148,7 @@ def _body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
     return {**fields, "prompt": prompt, "max_tokens": max_tokens}
 
 
-def asked(client: httpx.Client, method: str, path: str, **request: Any) -> dict[str, Any]:
+def asked(client: httpx2.Client, method: str, path: str, **request: Any) -> dict[str, Any]:
     """Return the fields of an answer."""
     fields: dict[str, Any] = client.request(method, path, **request).raise_for_status().json()
     return fields
@@ -167,7 +167,7 @@ def wait_until(is_true: Callable[[], bool], timeout_s: float, what: str, poll_s:
         time.sleep(poll_s)
 
 
-def suspend(client: httpx.Client) -> None:
+def suspend(client: httpx2.Client) -> None:
     """Send online requests beside offline prompts until a step has been suspended and resumed."""
     before = resumed(client)
     with ThreadPoolExecutor() as threads:
@@ -183,7 +183,7 @@ def suspend(client: httpx.Client) -> None:
         wait_until(is_resumed, 300.0, "a step to be suspended and resumed", 0.0)
 
 
-def resumed(client: httpx.Client) -> int:
+def resumed(client: httpx2.Client) -> int:
     """Return how many steps were suspended and have been resumed."""
     (replica,) = asked(client, "GET", "/coserve/status")["replicas"]
     return int(replica["safepoints"]["resumed"])

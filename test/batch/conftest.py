@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -23,7 +23,7 @@ def client(app: LiveApp, key: str) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def http(app: LiveApp, key: str) -> Iterator[httpx.Client]:
+def http(app: LiveApp, key: str) -> Iterator[httpx2.Client]:
     headers = {"authorization": f"Bearer {key}"}
-    with httpx.Client(base_url=app.base_url, headers=headers, timeout=30) as http:
+    with httpx2.Client(base_url=app.base_url, headers=headers, timeout=30) as http:
         yield http

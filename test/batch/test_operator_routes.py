@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai.types import FileObject
@@ -27,10 +27,10 @@ def app(tmp_path: Path) -> Iterator[LiveApp]:
         yield app
 
 
-def admin(app: LiveApp, method: str, path: str, key: str | None = ADMIN) -> httpx.Response:
+def admin(app: LiveApp, method: str, path: str, key: str | None = ADMIN) -> httpx2.Response:
     value = f"Bearer {key}".strip().encode("latin-1")
     headers = {} if key is None else {b"authorization": value}
-    return httpx.request(method, f"{app.base_url}/coserve/batches{path}", headers=headers)
+    return httpx2.request(method, f"{app.base_url}/coserve/batches{path}", headers=headers)
 
 
 def test_what_a_key_had_is_given_to_another(app: LiveApp) -> None:
@@ -51,10 +51,10 @@ def test_what_a_key_had_is_given_to_another(app: LiveApp) -> None:
         address = f"{app.base_url}/coserve/owners/{owner_of('old')}/move"
         body = {"to": owner_of("new")}
         key = {"authorization": f"Bearer {ADMIN}"}
-        assert httpx.post(address, json=body, headers={"authorization": "Bearer new"}).is_error
-        assert httpx.post(address, json={"to": "new"}, headers=key).status_code == 400
-        assert httpx.post(address.replace("owners/", "owners/x"), json=body, headers=key).is_error
-        moved = httpx.post(address, json=body, headers=key).raise_for_status().json()
+        assert httpx2.post(address, json=body, headers={"authorization": "Bearer new"}).is_error
+        assert httpx2.post(address, json={"to": "new"}, headers=key).status_code == 400
+        assert httpx2.post(address.replace("owners/", "owners/x"), json=body, headers=key).is_error
+        moved = httpx2.post(address, json=body, headers=key).raise_for_status().json()
         assert (moved["files"], moved["batches"]) == (1, 1)
         assert {each.id for each in new.batches.list()} == {batch.id, other.id}
         assert list(old.batches.list()) == []

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai.types import Batch
@@ -76,7 +76,7 @@ def test_a_file_comes_back_as_it_was(client: openai.OpenAI) -> None:
 
 
 def test_an_expiry_is_taken_before_and_after_the_file(
-    client: openai.OpenAI, http: httpx.Client
+    client: openai.OpenAI, http: httpx2.Client
 ) -> None:
     expiry: Any = {"anchor": "created_at", "seconds": 3600}
     early = client.files.create(file=("in.jsonl", lines(1)), purpose="batch", expires_after=expiry)

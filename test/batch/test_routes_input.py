@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -58,7 +58,7 @@ def stored(data: Path) -> set[str]:
     ],
 )
 def test_parts_of_a_file(
-    client: openai.OpenAI, http: httpx.Client, wanted: str, status: int, got: bytes
+    client: openai.OpenAI, http: httpx2.Client, wanted: str, status: int, got: bytes
 ) -> None:
     file_id = upload(client, b"0123456789")
     answer = http.get(f"/v1/files/{file_id}/content", headers={"range": wanted})
@@ -69,14 +69,14 @@ def test_parts_of_a_file(
 
 
 @pytest.mark.parametrize("wanted", ["bytes=10-", "bytes=99-120", "bytes=-0"])
-def test_a_part_that_is_not_there(client: openai.OpenAI, http: httpx.Client, wanted: str) -> None:
+def test_a_part_that_is_not_there(client: openai.OpenAI, http: httpx2.Client, wanted: str) -> None:
     file_id = upload(client, b"0123456789")
     answer = http.get(f"/v1/files/{file_id}/content", headers={"range": wanted})
     assert (answer.status_code, answer.json()["error"]["code"]) == (416, "invalid_range")
     assert answer.headers["content-range"] == "bytes */10"
 
 
-def test_a_name_is_never_a_path(client: openai.OpenAI, http: httpx.Client, data: Path) -> None:
+def test_a_name_is_never_a_path(client: openai.OpenAI, http: httpx2.Client, data: Path) -> None:
     for name in ("../../etc/passwd", "a/b", "/etc/passwd", "a\0b", "..", "%2e%2e%2fx", "CON"):
         file = client.files.create(file=(name, lines(1)), purpose="batch")
         answer = http.get(f"/v1/files/{file.id}/content")
@@ -121,7 +121,7 @@ FORMS = {
 
 @pytest.mark.parametrize(("parts", "code"), FORMS.values(), ids=FORMS)
 def test_forms_that_cannot_be_used(
-    client: openai.OpenAI, http: httpx.Client, data: Path, parts: Any, code: str
+    client: openai.OpenAI, http: httpx2.Client, data: Path, parts: Any, code: str
 ) -> None:
     before = stored(data)
     answer = http.post("/v1/files", files=parts)
@@ -146,7 +146,7 @@ def test_forms_that_cannot_be_used(
     ],
 )
 def test_bodies_that_are_no_form(
-    http: httpx.Client, data: Path, content_type: str, body: bytes
+    http: httpx2.Client, data: Path, content_type: str, body: bytes
 ) -> None:
     before = stored(data)
     answer = http.post("/v1/files", content=body, headers={"content-type": content_type})
@@ -222,7 +222,7 @@ async def test_a_form_without_end_is_read_to_a_limit(
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_compressed_body_is_not_unpacked(http: httpx.Client, data: Path, encoding: str) -> None:
+def test_a_compressed_body_is_not_unpacked(http: httpx2.Client, data: Path, encoding: str) -> None:
     """A thousandth of what it would become, it could fill memory or disk."""
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     form = head + bytes(30_000_000) + b"\r\n--x--\r\n"
@@ -235,7 +235,7 @@ def test_a_compressed_body_is_not_unpacked(http: httpx.Client, data: Path, encod
 
 
 def test_half_a_surrogate_pair_becomes_a_character(
-    client: openai.OpenAI, http: httpx.Client
+    client: openai.OpenAI, http: httpx2.Client
 ) -> None:
     body = {"input_file_id": upload(client, lines(1)), "endpoint": ENDPOINT}
     body |= {"completion_window": "24h", "metadata": {"note": "cut \ud83d"}}
@@ -261,7 +261,7 @@ BODIES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_unknown_fields_are_ignored_with_a_warning(
-    client: openai.OpenAI, http: httpx.Client
+    client: openai.OpenAI, http: httpx2.Client
 ) -> None:
     body = {
         "input_file_id": upload(client, lines(1)),
@@ -285,7 +285,7 @@ def test_unknown_fields_are_ignored_with_a_warning(
 
 
 def test_unknown_fields_of_a_form_are_ignored_with_a_warning(
-    http: httpx.Client, caplog: pytest.LogCaptureFixture
+    http: httpx2.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = {
         "purpose": (None, "batch"),
@@ -302,7 +302,7 @@ def test_unknown_fields_of_a_form_are_ignored_with_a_warning(
 
 @pytest.mark.parametrize(("changes", "param"), BODIES.values(), ids=BODIES)
 def test_bodies_that_cannot_be_used(
-    client: openai.OpenAI, http: httpx.Client, changes: dict[str, Any], param: str
+    client: openai.OpenAI, http: httpx2.Client, changes: dict[str, Any], param: str
 ) -> None:
     body = {
         "input_file_id": upload(client, lines(1)),
@@ -332,7 +332,7 @@ def test_bodies_that_cannot_be_used(
         (b'"\xff"', 400),
     ],
 )
-def test_bodies_that_are_no_object(http: httpx.Client, content: bytes, status: int) -> None:
+def test_bodies_that_are_no_object(http: httpx2.Client, content: bytes, status: int) -> None:
     headers = {"content-type": "application/json"}
     answer = http.post("/v1/batches", content=content, headers=headers)
     assert answer.status_code == status
@@ -349,7 +349,7 @@ def test_bodies_that_are_no_object(http: httpx.Client, content: bytes, status: i
     ids=["bytes", "values", "keys"],
 )
 def test_a_body_that_is_too_large_is_not_even_parsed(
-    client: openai.OpenAI, http: httpx.Client, metadata: Any, padding: bytes
+    client: openai.OpenAI, http: httpx2.Client, metadata: Any, padding: bytes
 ) -> None:
     wanted = {
         "input_file_id": upload(client, lines(1)),
@@ -390,7 +390,7 @@ ODD_IDS = [
         ("POST", "/v1/batches/{}/resume"),
     ],
 )
-def test_ids_that_are_nobodys(http: httpx.Client, method: str, path: str, object_id: str) -> None:
+def test_ids_that_are_nobodys(http: httpx2.Client, method: str, path: str, object_id: str) -> None:
     answer = http.request(method, path.format(object_id))
     assert answer.status_code == 404
 
@@ -398,7 +398,7 @@ def test_ids_that_are_nobodys(http: httpx.Client, method: str, path: str, object
 SQL = "x' OR '1'='1'; DROP TABLE files; --"
 
 
-def test_sql_is_text_wherever_it_stands(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_sql_is_text_wherever_it_stands(client: openai.OpenAI, http: httpx2.Client) -> None:
     with openai.OpenAI(base_url=client.base_url, api_key=SQL, max_retries=0) as another:
         assert another.files.list().data == []
     file = client.files.create(file=(SQL, lines(1)), purpose="batch")

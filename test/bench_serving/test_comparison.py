@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from sglang_coserve.local_server import LocalServer, free_port
@@ -50,7 +50,7 @@ def table_in(output: str) -> list[str]:
 
 
 def num_offline_received(server: LocalServer) -> int:
-    (replica,) = httpx.get(f"{server.base_url}/coserve/status", timeout=30).json()["replicas"]
+    (replica,) = httpx2.get(f"{server.base_url}/coserve/status", timeout=30).json()["replicas"]
     return int(replica["offline"]["received"])
 
 

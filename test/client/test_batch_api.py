@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import httpx
+import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -230,7 +230,7 @@ def test_a_cancelled_batch_is_not_continued(held: LiveApp, source: Path, output:
 
 def stored(app: LiveApp) -> set[str]:
     """The ids of all files of who calls without a key."""
-    listed = httpx.get(f"{app.base_url}/v1/files", timeout=60).raise_for_status().json()
+    listed = httpx2.get(f"{app.base_url}/v1/files", timeout=60).raise_for_status().json()
     return {file["id"] for file in listed["data"]}
 
 
@@ -254,7 +254,7 @@ def test_inputs_do_not_outlive_their_batches(app: LiveApp, source: Path, output:
     code, shown, _ = coserve("status", str(batch_id), "--json", *at(app))
     batch = json.loads(shown)
     assert code == 0 and stored(app) - before == {batch["output_file_id"]}
-    listed = httpx.get(f"{app.base_url}/v1/files/{batch['output_file_id']}", timeout=60).json()
+    listed = httpx2.get(f"{app.base_url}/v1/files/{batch['output_file_id']}", timeout=60).json()
     assert listed["expires_at"] == pytest.approx(batch["completed_at"] + 30 * 86_400, abs=60)
 
     source.write_bytes(lines(1) + b"{\n")
@@ -300,7 +300,7 @@ def test_an_interrupted_submission_goes_on_with_its_options_alone(
     """It was killed between the creation of its batch and the answer."""
     code, _, _ = coserve("submit", str(source), *at(held), "--quiet")
     upload = {"file": source.read_bytes()}
-    file = httpx.post(
+    file = httpx2.post(
         f"{held.base_url}/v1/files", data={"purpose": "batch"}, files=upload, timeout=60
     ).json()
     begun = Submission(file_digest(source), "its key", input_file_id=file["id"])
@@ -312,7 +312,9 @@ def test_an_interrupted_submission_goes_on_with_its_options_alone(
         "output_expires_after": {"anchor": "created_at", "seconds": 2_592_000},
     }
     key = {"idempotency-key": "its key"}
-    httpx.post(f"{held.base_url}/v1/batches", json=body, headers=key, timeout=60).raise_for_status()
+    httpx2.post(
+        f"{held.base_url}/v1/batches", json=body, headers=key, timeout=60
+    ).raise_for_status()
     submission_path(output).write_text(json.dumps(asdict(begun)))
     code, _, error = submit(source, output, held.base_url, "--window", "3h")
     assert code == 2

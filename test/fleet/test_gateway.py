@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 import pytest
 from typer.testing import CliRunner
@@ -110,9 +110,9 @@ def test_keys_are_checked_as_by_a_single_server(server: LocalServer) -> None:
     assert call(server, "OPTIONS", "/v1/files").status_code == 401
 
 
-def with_headers(server: LocalServer, path: str, *values: str) -> httpx.Response:
+def with_headers(server: LocalServer, path: str, *values: str) -> httpx2.Response:
     headers = [("authorization", value) for value in values]
-    return httpx.get(f"{server.base_url}{path}", headers=headers, timeout=GIVE_UP_S)
+    return httpx2.get(f"{server.base_url}{path}", headers=headers, timeout=GIVE_UP_S)
 
 
 def test_a_refusal_has_the_form_of_openais(server: LocalServer) -> None:
@@ -158,8 +158,8 @@ def test_the_standby_goes_on_where_the_gateway_was_killed(tmp_path: Path) -> Non
             starting.start()
             try:
                 eventually(lambda: _says(f"{url}/health", "another gateway has"))
-                assert httpx.get(f"{url}/ping").status_code == 200
-                refused = httpx.get(f"{url}/v1/batches")
+                assert httpx2.get(f"{url}/ping").status_code == 200
+                refused = httpx2.get(f"{url}/v1/batches")
                 assert refused.status_code == 503
                 assert refused.json()["error"]["code"] == "not_ready"
                 active.kill()
@@ -234,7 +234,7 @@ def test_what_a_key_has_is_there_for_the_next_key(tmp_path: Path) -> None:
                     assert [each.id for each in client.files.list()] == files[::-1]
                     continue
                 assert list(client.files.list()) == []
-            owner = httpx.post(
+            owner = httpx2.post(
                 f"{server.base_url}/coserve/owners/everybody/move",
                 json={"to": sha256(b"first").hexdigest()},
                 headers={"authorization": f"Bearer {OPERATOR}"},
@@ -330,8 +330,8 @@ def test_each_line_of_its_log_is_json_and_names_the_request(tmp_path: Path) -> N
 
 def _says(url: str, text: str) -> bool:
     try:
-        return text in httpx.get(url, timeout=5).text
-    except httpx.TransportError:
+        return text in httpx2.get(url, timeout=5).text
+    except httpx2.TransportError:
         return False
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-import httpx
+import httpx2
 import openai
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -112,7 +112,7 @@ async def one_address(directory: Path, *flags: str) -> AsyncGenerator[Fleet]:
         app = gateway_app(parse_options((*own, *data, *flags)), failures.append)
         gateway = await stack.enter_async_context(LiveApp(app, lifespan="on"))
         url = await stack.enter_async_context(nginx(directory, gateway=gateway, router=behind))
-        async with httpx.AsyncClient() as client, asyncio.timeout(READY_S):
+        async with httpx2.AsyncClient() as client, asyncio.timeout(READY_S):
             while (await client.get(f"{gateway.url}/health")).status_code == 503:
                 await asyncio.sleep(0.02)
         yield Fleet(url, router, gateway)
@@ -161,10 +161,10 @@ async def test_each_piece_of_a_stream_comes_when_the_router_sends_it(tmp_path: P
 
 
 async def test_what_breaks_behind_the_address_does_not_look_whole(tmp_path: Path) -> None:
-    async with one_address(tmp_path) as fleet, httpx.AsyncClient() as client:
+    async with one_address(tmp_path) as fleet, httpx2.AsyncClient() as client:
         for piece in (b"data: {}\n\n", b"break"):
             await fleet.router.pieces.put(piece)
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             await client.post(f"{fleet.url}/v1/completions", content=b'{"stream":true}')
 
 
@@ -202,7 +202,7 @@ async def test_responses_in_the_background_are_the_gateways(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("size", [1, 1 << 20], ids=["in memory", "on disk"])
 async def test_other_responses_go_on_to_the_router_as_they_came(tmp_path: Path, size: int) -> None:
-    async with one_address(tmp_path) as fleet, httpx.AsyncClient() as client:
+    async with one_address(tmp_path) as fleet, httpx2.AsyncClient() as client:
         sent = json.dumps({"input": "x" * size, "background": False}).encode()
         headers = {"authorization": "Bearer k", "x-request-id": "r-1"}
         answer = await client.post(f"{fleet.url}/v1/responses?a=b", content=sent, headers=headers)
@@ -217,7 +217,7 @@ async def test_other_responses_go_on_to_the_router_as_they_came(tmp_path: Path, 
 
 async def test_all_that_clients_may_ask_of_the_router_arrives(tmp_path: Path) -> None:
     paths = [path for path in ENGINE_PATHS if path.startswith("/v1/")]
-    async with one_address(tmp_path) as fleet, httpx.AsyncClient() as client:
+    async with one_address(tmp_path) as fleet, httpx2.AsyncClient() as client:
         for path in (*paths, "/v1/models", "/v1/unknown"):
             answer = await client.post(f"{fleet.url}{path}", json={"model": "m"})
             assert answer.status_code == 429
@@ -238,7 +238,7 @@ async def test_what_operators_do_is_not_at_the_address(tmp_path: Path) -> None:
 
 async def test_keys_are_checked_by_who_answers(tmp_path: Path) -> None:
     async with one_address(tmp_path, "--api-key", "k") as fleet:
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             for path in ("/v1/responses", "/v1/batches"):
                 assert (await client.post(f"{fleet.url}{path}", json={})).status_code == 401
         assert not fleet.router.seen

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from zlib import crc32
 
-import httpx
+import httpx2
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import RedirectResponse, Response
@@ -56,12 +56,12 @@ async def held(engine: LiveEngine, connection: HttpEngine) -> asyncio.Future[Lin
 @asynccontextmanager
 async def posting(
     engine: LiveEngine,
-) -> AsyncGenerator[Callable[[bytes], Awaitable[httpx.Response]]]:
+) -> AsyncGenerator[Callable[[bytes], Awaitable[httpx2.Response]]]:
     """Send content to an engine's route."""
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     async with (
         engine,
-        httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
+        httpx2.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
     ):
         yield lambda content: client.post("/coserve/lines", content=content)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from sglang_coserve.local_server import LocalServer
@@ -94,7 +94,7 @@ def started(found: Container, log: Path, module: str, **paths: str) -> LocalServ
 
 def probed(server: LocalServer, found: Container) -> None:
     for path in sorted({*found.probes, "/ping"}):
-        answer = httpx.get(f"{server.base_url}{path}", timeout=20)
+        answer = httpx2.get(f"{server.base_url}{path}", timeout=20)
         assert answer.status_code == 200, (path, answer.text)
 
 
@@ -112,9 +112,9 @@ def test_an_engine_starts_and_its_probes_need_no_key(
     found = replace(found, command=[*found.command, "--dtype=float32"])
     with started(found, tmp_path / "log", module, models=str(small_model)) as server:
         probed(server, found)
-        refused = httpx.get(f"{server.base_url}/coserve/load", timeout=20)
+        refused = httpx2.get(f"{server.base_url}/coserve/load", timeout=20)
         assert refused.status_code == 401
-        framed = httpx.post(
+        framed = httpx2.post(
             f"{server.base_url}/v1/completions",
             content=b"{}",
             headers={"content-length": "2", "transfer-encoding": "chunked"},

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from sglang_coserve.http_lines.engine_load import EngineLoad
@@ -25,7 +25,7 @@ OFFLINE_TOKENS = 300
 
 
 @pytest.fixture(scope="module")
-def http(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def http(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     flags = [
         *("--model-path", str(small_model), "--dtype", "float32", "--served-model-name", "m"),
         *("--max-total-tokens", str(KV_TOKENS), "--startup-profile-seconds", "1"),
@@ -34,21 +34,21 @@ def http(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     log_path = tmp_path_factory.mktemp("load") / "server.log"
     with (
         LocalServer(flags, log_path=log_path) as server,
-        httpx.Client(base_url=server.base_url, timeout=GIVE_UP_S) as client,
+        httpx2.Client(base_url=server.base_url, timeout=GIVE_UP_S) as client,
     ):
         yield client
 
 
-def load_of(http: httpx.Client) -> EngineLoad:
+def load_of(http: httpx2.Client) -> EngineLoad:
     return read_json(EngineLoad, http.get("/coserve/load").raise_for_status().text, "load")
 
 
-def sglangs_load(http: httpx.Client) -> dict[str, float]:
+def sglangs_load(http: httpx2.Client) -> dict[str, float]:
     (load,) = http.get("/v1/loads").raise_for_status().json()["loads"]
     return load
 
 
-def gauge(http: httpx.Client, name: str) -> float:
+def gauge(http: httpx2.Client, name: str) -> float:
     """Return a metric that has one value; ``name`` may have a label, as it is written."""
     lines = http.get("/metrics/").raise_for_status().text.splitlines()
     (value,) = {
@@ -59,7 +59,7 @@ def gauge(http: httpx.Client, name: str) -> float:
     return value
 
 
-def until(http: httpx.Client, holds: Callable[[EngineLoad], bool]) -> EngineLoad:
+def until(http: httpx2.Client, holds: Callable[[EngineLoad], bool]) -> EngineLoad:
     def look() -> EngineLoad | None:
         return load if holds(load := load_of(http)) else None
 
@@ -67,7 +67,7 @@ def until(http: httpx.Client, holds: Callable[[EngineLoad], bool]) -> EngineLoad
 
 
 @contextmanager
-def full_of_offline_work(http: httpx.Client) -> Iterator[None]:
+def full_of_offline_work(http: httpx2.Client) -> Iterator[None]:
     """Within it, offline requests hold and wait for memory."""
     ends = threading.Event()
 
@@ -97,7 +97,7 @@ def full_of_offline_work(http: httpx.Client) -> Iterator[None]:
             assert not thread.is_alive()
 
 
-def test_an_idle_engine_says_what_it_is_and_what_fits(http: httpx.Client) -> None:
+def test_an_idle_engine_says_what_it_is_and_what_fits(http: httpx2.Client) -> None:
     load = until(http, lambda load: not load.offline.running)
     assert load.replicas == 1
     assert not load.is_draining
@@ -113,7 +113,7 @@ def test_an_idle_engine_says_what_it_is_and_what_fits(http: httpx.Client) -> Non
     assert load.age_s < GIVE_UP_S
 
 
-def test_offline_work_gives_way_and_online_work_does_not(http: httpx.Client) -> None:
+def test_offline_work_gives_way_and_online_work_does_not(http: httpx2.Client) -> None:
     with full_of_offline_work(http):
         full = until(http, lambda load: load.reclaimable_kv_tokens > KV_TOKENS // 4)
         assert (full.online.running, full.online.waiting) == (0, 0)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from sglang_coserve.local_server import LocalServer
@@ -52,14 +52,15 @@ def test_health_is_that_of_the_schedulers(server: LocalServer) -> None:
     (scheduler,) = engine_processes(server, "scheduler")
 
     def status() -> int:
-        return httpx.get(f"{server.base_url}/health", timeout=GIVE_UP_S).status_code
+        return httpx2.get(f"{server.base_url}/health", timeout=GIVE_UP_S).status_code
 
     assert status() == 200
     os.kill(scheduler.pid, signal.SIGSTOP)
     try:
         eventually(lambda: status() == 503)
         assert (
-            "have not answered" in httpx.get(f"{server.base_url}/health").json()["error"]["message"]
+            "have not answered"
+            in httpx2.get(f"{server.base_url}/health").json()["error"]["message"]
         )
     finally:
         os.kill(scheduler.pid, signal.SIGCONT)
@@ -68,9 +69,9 @@ def test_health_is_that_of_the_schedulers(server: LocalServer) -> None:
 
 def test_an_id_goes_through_answer_and_log(server: LocalServer, directory: Path) -> None:
     url = f"{server.base_url}/v1/completions"
-    answer = httpx.post(url, json=BODY, headers={"x-request-id": "seen-7"}, timeout=GIVE_UP_S)
+    answer = httpx2.post(url, json=BODY, headers={"x-request-id": "seen-7"}, timeout=GIVE_UP_S)
     assert answer.headers.get_list("x-request-id") == ["seen-7"]
-    assert httpx.post(url, json=BODY, timeout=GIVE_UP_S).headers["x-request-id"]
+    assert httpx2.post(url, json=BODY, timeout=GIVE_UP_S).headers["x-request-id"]
 
     def records() -> list[dict[str, object]]:
         lines = (directory / "server.log").read_text().splitlines()
@@ -103,20 +104,20 @@ def test_under_overload_a_refusal_is_a_503_with_retry_after(
     server: LocalServer, path: str, streams: bool
 ) -> None:
     def num_shed() -> int:
-        (replica,) = httpx.get(f"{server.base_url}/coserve/status").json()["replicas"]
+        (replica,) = httpx2.get(f"{server.base_url}/coserve/status").json()["replicas"]
         return int(replica["online"]["shed"])
 
     before = num_shed()
     body = DOORS[path] | {"stream": streams}
     late = body | {"coserve_slo_ttft_ms": 0.001}  # Nobody can meet it.
-    refused = httpx.post(f"{server.base_url}{path}", json=late, timeout=GIVE_UP_S)
+    refused = httpx2.post(f"{server.base_url}{path}", json=late, timeout=GIVE_UP_S)
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "1"
     assert "overloaded" in refused.text
     if path == "/v1/messages":
         assert refused.json()["error"]["type"] == "overloaded_error"
     assert (after := num_shed()) > before
-    served = httpx.post(f"{server.base_url}{path}", json=body, timeout=GIVE_UP_S)
+    served = httpx2.post(f"{server.base_url}{path}", json=body, timeout=GIVE_UP_S)
     assert served.status_code == 200
     assert "retry-after" not in served.headers
     assert (served.headers["content-type"].split(";")[0] != "application/json") == streams

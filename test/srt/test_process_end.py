@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -69,7 +69,7 @@ def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(
     with LocalServer(flags_for(small_model), log_path=tmp_path / "server.log") as server:
         (scheduler,) = engine_processes(server, "scheduler")
         clients = [
-            httpx.Client(base_url=server.base_url, timeout=END_TIMEOUT_S, trust_env=False)
+            httpx2.Client(base_url=server.base_url, timeout=END_TIMEOUT_S, trust_env=False)
             for _ in range(NUM_CLIENTS)
         ]
         for client in clients:
@@ -77,7 +77,7 @@ def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(
         os.kill(server.pid, signal.SIGTERM)
         while is_alive(scheduler):
             for client in clients:  # So that no connection is closed as idle.
-                with suppress(httpx.TransportError):
+                with suppress(httpx2.TransportError):
                     health = client.get("/health").status_code
         assert health == 503
         sending = [threading.Thread(target=sent, args=(client, body)) for client in clients]
@@ -90,7 +90,7 @@ def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(
             client.close()
 
 
-def sent(client: httpx.Client, body: dict[str, object]) -> None:
+def sent(client: httpx2.Client, body: dict[str, object]) -> None:
     """Send a request that may get no answer."""
-    with suppress(httpx.TransportError):
+    with suppress(httpx2.TransportError):
         client.post("/generate", json=body)

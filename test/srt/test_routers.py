@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -76,7 +76,7 @@ def test_a_router_does_not_keep_away_from_offline_work(
     def answered_by(url: str, prompt: str) -> str:
         params = {"max_new_tokens": 16, "ignore_eos": True}
         body = {"text": prompt, "sampling_params": params}
-        answer = httpx.post(f"{url}/generate", json=body, timeout=GIVE_UP_S).raise_for_status()
+        answer = httpx2.post(f"{url}/generate", json=body, timeout=GIVE_UP_S).raise_for_status()
         return str(answer.json()["meta_info"]["weight_version"])
 
     is_smg = command.name == "smg"
@@ -84,7 +84,7 @@ def test_a_router_does_not_keep_away_from_offline_work(
     log_path = tmp_path / "router.log"
     with (
         Router(command, "power_of_two", engines, log_path, *flags) as router,
-        httpx.Client(base_url=engines[0], timeout=GIVE_UP_S) as full,
+        httpx2.Client(base_url=engines[0], timeout=GIVE_UP_S) as full,
         full_of_offline_work(full),
         ThreadPoolExecutor(len(prompts)) as clients,
     ):
@@ -108,7 +108,7 @@ def test_a_clients_errors_open_no_breaker(
     good = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
     with (
         Router(command, "round_robin", engines, log_path, *flags) as router,
-        httpx.Client(base_url=router.base_url, timeout=60) as http,
+        httpx2.Client(base_url=router.base_url, timeout=60) as http,
     ):
         # Ten failures open one by default.
         answers = [http.post("/generate", json=bad).status_code for _ in range(30)]
@@ -145,7 +145,7 @@ def test_a_batch_goes_through_a_router_to_all_engines(
 
 def offline_requests(url: str) -> float:
     """How many offline requests an engine has begun."""
-    content = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text
+    content = httpx2.get(f"{url}/metrics", timeout=60).raise_for_status().text
     families = text_string_to_metric_families(content)
     return sum(
         sample.value
@@ -174,7 +174,7 @@ def test_a_drained_engine_gets_no_requests_and_loses_none(
         urls = [first.base_url, second.base_url]
         with (
             Router(command, "round_robin", urls, tmp_path / "router.log", *checks) as router,
-            httpx.Client(base_url=router.base_url, timeout=60) as http,
+            httpx2.Client(base_url=router.base_url, timeout=60) as http,
         ):
 
             def versions() -> set[str]:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -43,17 +43,17 @@ def client(server: LocalServer) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def http(server: LocalServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.base_url, timeout=60) as client:
+def http(server: LocalServer) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.base_url, timeout=60) as client:
         yield client
 
 
-def status(http: httpx.Client) -> dict[str, Any]:
+def status(http: httpx2.Client) -> dict[str, Any]:
     (replica,) = http.get("/coserve/status").raise_for_status().json()["replicas"]
     return dict(replica)
 
 
-def num_offline_received(http: httpx.Client) -> int:
+def num_offline_received(http: httpx2.Client) -> int:
     return int(status(http)["offline"]["received"])
 
 
@@ -85,7 +85,7 @@ if version("sglang") != "0.5.17":
 NOT_STREAMED = {"/v1/score", "/v1/systemone", "/v1/decisions", "/vertex_generate"}
 
 
-def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
+def test_status_shows_settings_and_classes(http: httpx2.Client) -> None:
     replica = status(http)
     assert replica["config"]["slo_ttft_ms"] == 400
     assert replica["config"]["slo"] == ["ttft p99 <= 300ms", "tpot mean <= 1s"]
@@ -97,7 +97,7 @@ def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("path", DOORS)
-def test_a_mark_holds_on_every_route(http: httpx.Client, path: str, streams: bool) -> None:
+def test_a_mark_holds_on_every_route(http: httpx2.Client, path: str, streams: bool) -> None:
     before = num_offline_received(http)
     body = (
         DOORS[path]
@@ -142,7 +142,7 @@ FORGED = {"coserve_class": "offline", "_coserve_generated": [5, 6]}
     ],
 )
 def test_bad_marks_are_a_400_at_every_door(
-    http: httpx.Client, path: str, body: dict[str, Any], marks: dict[str, Any], says: str
+    http: httpx2.Client, path: str, body: dict[str, Any], marks: dict[str, Any], says: str
 ) -> None:
     before = num_offline_received(http)
     if path == "/generate":
@@ -160,7 +160,7 @@ def test_bad_marks_are_a_400_at_every_door(
 
 
 @pytest.mark.parametrize("path", [path for path in DOORS if "model" in DOORS[path]])
-def test_another_model_is_not_found_on_any_route(http: httpx.Client, path: str) -> None:
+def test_another_model_is_not_found_on_any_route(http: httpx2.Client, path: str) -> None:
     answer = http.post(path, json=DOORS[path] | {"model": "gpt-4o"})
     assert answer.status_code == 404
     assert "the model 'gpt-4o' is not served here: use 'm'" in answer.text
@@ -176,7 +176,7 @@ NULLS = {
 
 
 @pytest.mark.parametrize("path", NULLS)
-def test_nulls_and_halves_of_pairs_are_served(http: httpx.Client, path: str) -> None:
+def test_nulls_and_halves_of_pairs_are_served(http: httpx2.Client, path: str) -> None:
     text = json.dumps(DOORS[path] | dict.fromkeys(NULLS[path])).replace("boat", "boat \\ud83d")
     assert "ud83d" in text
     answer = http.post(path, content=text, headers={"content-type": "application/json"})
@@ -193,13 +193,15 @@ def offline_body(max_new_tokens: int) -> dict[str, Any]:
 
 
 def test_a_saturating_offline_load_can_be_checked_used_beside_and_dropped(
-    server: LocalServer, http: httpx.Client, client: openai.OpenAI
+    server: LocalServer, http: httpx2.Client, client: openai.OpenAI
 ) -> None:
     """Health checks and online requests get through; leaving aborts what waits and runs."""
 
     async def run() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.base_url, timeout=None, limits=limits) as many:
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(
+            base_url=server.base_url, timeout=None, limits=limits
+        ) as many:
             body = offline_body(max_new_tokens=700)
             posts = [asyncio.create_task(many.post("/generate", json=body)) for _ in range(200)]
             await asyncio.to_thread(eventually, lambda: num_offline_received(http) - before == 200)
@@ -238,7 +240,7 @@ async def test_a_client_that_leaves_frees_the_engine(server: LocalServer, path: 
         "/generate": {"text": TEXT, "sampling_params": long},
         "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 900, "ignore_eos": True},
     }
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as http:
+    async with httpx2.AsyncClient(base_url=server.base_url, timeout=60) as http:
 
         async def num_running() -> int:
             (replica,) = (await http.get("/coserve/status")).json()["replicas"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from batch.route_calls import completed, create
@@ -261,7 +261,7 @@ def test_another_method_is_told_which_to_use(server: LocalServer, key: str) -> N
 def test_a_slash_at_the_end_leads_to_the_route(server: LocalServer, key: str) -> None:
     headers = {"authorization": f"Bearer {key}"}
     url = f"{server.base_url}/v1/completions/"
-    answer = httpx.post(url, json=PROMPT, headers=headers, follow_redirects=True, timeout=60)
+    answer = httpx2.post(url, json=PROMPT, headers=headers, follow_redirects=True, timeout=60)
     assert answer.raise_for_status().json()["choices"]
 
 
@@ -386,7 +386,7 @@ def test_invalid_items_of_a_response_cost_no_more_than_one(server: LocalServer, 
 def test_what_is_no_json_is_told_so(server: LocalServer, key: str) -> None:
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     url = f"{server.base_url}/v1/completions"
-    answer = httpx.post(url, content=b'{"prompt": ', headers=headers, timeout=60)
+    answer = httpx2.post(url, content=b'{"prompt": ', headers=headers, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("body: no valid JSON: ")
 
@@ -444,7 +444,9 @@ def test_a_stream_of_ollamas_is_whole(server: LocalServer, key: str) -> None:
 def test_unknown_paths_and_methods_make_no_series(server: LocalServer, key: str) -> None:
     mark = secrets.token_hex(8)
     asks = {"origin": "http://a", "access-control-request-method": "POST"}
-    with httpx.Client(base_url=server.base_url, headers={"authorization": f"Bearer {key}"}) as http:
+    with httpx2.Client(
+        base_url=server.base_url, headers={"authorization": f"Bearer {key}"}
+    ) as http:
         assert http.get(f"/{mark}").status_code == 404
         assert http.post(f"/v1/models/{mark}").status_code == 405
         assert http.request(f"X{mark}", "/generate").status_code == 405

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from fastapi import FastAPI, Form, Request, UploadFile
 from fastapi.testclient import TestClient
@@ -107,7 +107,7 @@ def test_it_is_the_model_that_the_route_would_read(client: TestClient, content: 
 
 
 def test_a_form_names_a_model_too(client: TestClient) -> None:
-    def transcribed(**fields: str) -> httpx.Response:
+    def transcribed(**fields: str) -> httpx2.Response:
         file = {"file": ("a.wav", b"sound")}
         return client.post("/v1/audio/transcriptions", data=fields, files=file)
 

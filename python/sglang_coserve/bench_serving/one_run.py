@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
-import httpx
+import httpx2
 
 from sglang_coserve.bench_serving.load import LoadProcess, LoadResult, with_body
 from sglang_coserve.bench_serving.options import Options
@@ -166,8 +166,8 @@ def make_ready(base_url: str, limit_s: float) -> None:
     key = os.environ.get("OPENAI_API_KEY")  # As bench_serving has it.
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        verify = httpx.create_ssl_context()  # By the environment; its proxies do not count.
-        with httpx.Client(
+        verify = httpx2.create_ssl_context()  # By the environment; its proxies do not count.
+        with httpx2.Client(
             base_url=base_url, headers=headers, verify=verify, trust_env=False
         ) as client:
             timeout_s = 2 * _IDLE_TIMEOUT_S
@@ -177,7 +177,7 @@ def make_ready(base_url: str, limit_s: float) -> None:
                 "/flush_cache", params={"timeout": _IDLE_TIMEOUT_S}, timeout=timeout_s
             )
             client.post("/freeze_gc", timeout=timeout_s)
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         raise ServerError(f"{base_url} does not answer: {error}") from error
     if emptied.status_code != 200:
         raise ServerError(

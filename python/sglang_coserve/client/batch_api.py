@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, TypeAlias
 from urllib.parse import quote
 
-import httpx
+import httpx2
 
 from sglang_coserve.client.calls import (
     CONNECT_TIMEOUT_S,
@@ -81,7 +81,7 @@ class BatchApi(Caller):
         *,
         as_operator: bool = False,
         stall_s: float = 60.0,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """``as_operator``: call for batches of all keys; ``api_key`` is the admin key then.
         ``transport`` brings calls to the server; None makes connections.
@@ -93,7 +93,7 @@ class BatchApi(Caller):
         self._batches = "/coserve/batches" if as_operator else "/v1/batches"
         # A server takes what it has not read yet in its own time, and then syncs the file.
         answer_s = max(stall_s, policy.retry_for_s)
-        self._upload_timeout = httpx.Timeout(
+        self._upload_timeout = httpx2.Timeout(
             stall_s,
             connect=CONNECT_TIMEOUT_S,
             read=answer_s if math.isfinite(answer_s) else None,
@@ -115,7 +115,7 @@ class BatchApi(Caller):
             InputFileError: it cannot be read.
         """
 
-        async def attempt(outage: Outage) -> httpx.Response:
+        async def attempt(outage: Outage) -> httpx2.Response:
             # A file is read anew by every attempt.
             try:
                 file = source.open("rb")
@@ -129,7 +129,7 @@ class BatchApi(Caller):
                     files={"file": (printable(source.name), file)},
                     timeout=self._upload_timeout,
                 )
-                assert isinstance(request.stream, httpx.AsyncByteStream)
+                assert isinstance(request.stream, httpx2.AsyncByteStream)
                 request.stream = _Noted(request.stream, self._noting(outage))
                 return await self._attempt(request)
 
@@ -259,7 +259,7 @@ class BatchApi(Caller):
         """Serve no more lines, where this process serves them; the finished ones can be fetched."""
 
 
-class _Noted(httpx.AsyncByteStream):
+class _Noted(httpx2.AsyncByteStream):
     """The same chunks, each noted once it has come through: the next one is asked for then."""
 
     def __init__(
@@ -280,7 +280,7 @@ async def _pieces(content: AsyncIterable[bytes], skipped_bytes: int) -> AsyncGen
     """Yield ``content`` behind its first ``skipped_bytes``, in large pieces.
 
     Raises:
-        httpx.TransportError: the connection broke; what had come has been yielded.
+        httpx2.TransportError: the connection broke; what had come has been yielded.
     """
     piece = bytearray()
     try:
@@ -290,7 +290,7 @@ async def _pieces(content: AsyncIterable[bytes], skipped_bytes: int) -> AsyncGen
             if len(piece) >= _PIECE_BYTES:
                 yield bytes(piece)
                 piece.clear()
-    except httpx.TransportError:
+    except httpx2.TransportError:
         if piece:
             yield bytes(piece)
         raise
@@ -329,7 +329,7 @@ def _raise_if_longer(path: Path, size_bytes: int, whole_bytes: int | None) -> No
         )
 
 
-def _size_of_all(answer: httpx.Response) -> int | None:
+def _size_of_all(answer: httpx2.Response) -> int | None:
     """Return the size of the whole file that ``Content-Range`` names (RFC 9110, 14.4), if any."""
     unit, _, size = answer.headers.get("content-range", "").rpartition("/")
     return int(size) if unit.startswith("bytes") and size.isdecimal() else None

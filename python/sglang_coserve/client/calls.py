@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Final, Self, TypeVar
 
-import httpx
+import httpx2
 
 from sglang_coserve.errors import RequestError, ServerError, ServerGoneError
 from sglang_coserve.lines.background import backoff_s
@@ -31,7 +31,7 @@ _UNSENT_BYTES: Final = 1 << 17
 _T = TypeVar("_T")
 
 
-def server_address(base_url: str, api_key: str | None) -> tuple[httpx.URL, dict[str, str]]:
+def server_address(base_url: str, api_key: str | None) -> tuple[httpx2.URL, dict[str, str]]:
     """Return where a server is, and the headers that every call to it has.
 
     Raises:
@@ -123,7 +123,7 @@ class Caller:
         api_key: str | None,
         policy: RetryPolicy,
         stall_s: float,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """An attempt has failed when no byte of it has moved for ``stall_s``.
 
@@ -131,14 +131,14 @@ class Caller:
             ConfigError: the address or the key cannot be used.
         """
         address, headers = server_address(base_url, api_key)
-        self._http = httpx.AsyncClient(
+        self._http = httpx2.AsyncClient(
             base_url=address,
             headers=headers,
-            timeout=httpx.Timeout(stall_s, connect=CONNECT_TIMEOUT_S),
+            timeout=httpx2.Timeout(stall_s, connect=CONNECT_TIMEOUT_S),
             transport=transport
-            or httpx.AsyncHTTPTransport(
+            or httpx2.AsyncHTTPTransport(
                 # The authorities of the environment count, and its proxies do not.
-                verify=httpx.create_ssl_context(),
+                verify=httpx2.create_ssl_context(),
                 trust_env=False,
                 socket_options=_little_unsent(),
             ),
@@ -160,7 +160,7 @@ class Caller:
         await self.close()
 
     async def _call(self, method: str, url: str, **request: Any) -> dict[str, Any]:
-        """Return the JSON object that a call answers; ``request`` is as httpx takes it.
+        """Return the JSON object that a call answers; ``request`` is as httpx2 takes it.
 
         Raises:
             ServerGoneError: the server cannot be reached.
@@ -169,13 +169,13 @@ class Caller:
         """
         return json_object(await self._answer(method, url, **request))
 
-    async def _answer(self, method: str, url: str, **request: Any) -> httpx.Response:
+    async def _answer(self, method: str, url: str, **request: Any) -> httpx2.Response:
         """Return the first answer that trying again would not change."""
         return await self._retried(
             lambda _: self._attempt(self._http.build_request(method, url, **request))
         )
 
-    async def _attempt(self, request: httpx.Request) -> httpx.Response:
+    async def _attempt(self, request: httpx2.Request) -> httpx2.Response:
         answer = await self._http.send(request)
         _raise_if_passing(answer)
         self.last_failure = None
@@ -196,7 +196,7 @@ class Caller:
                 return await attempt(outage)
             except _PassingError as error:
                 reason = str(error)
-            except httpx.RequestError as error:  # Also of content that is not what it says it is.
+            except httpx2.RequestError as error:  # Also of content that is not what it says it is.
                 reason = str(error) or type(error).__name__
             self.last_failure = reason
             await asyncio.sleep(outage.failed(reason, time.monotonic()))
@@ -223,7 +223,7 @@ class _PassingError(Exception):
     """The same call may be answered otherwise later."""
 
 
-def _raise_if_passing(answer: httpx.Response) -> None:
+def _raise_if_passing(answer: httpx2.Response) -> None:
     """Raise ``_PassingError`` for an answer that retrying may change."""
     if answer.status_code in _PASSING and _error(answer).get("code") not in _LASTING_CODES:
         raise _PassingError(f"HTTP {answer.status_code}: {error_message(answer)}")
@@ -247,7 +247,7 @@ class KeyRefusedError(ServerError):
         self.reason = reason
 
 
-def raise_if_refused(answer: httpx.Response) -> None:
+def raise_if_refused(answer: httpx2.Response) -> None:
     """Raise for an answer that is no success, for ``Caller`` what may pass by trying again."""
     status = answer.status_code
     if answer.is_success:
@@ -263,7 +263,7 @@ def raise_if_refused(answer: httpx.Response) -> None:
     raise RefusedError(reason, _error(answer).get("code"))
 
 
-def json_object(answer: httpx.Response) -> dict[str, Any]:
+def json_object(answer: httpx2.Response) -> dict[str, Any]:
     """Return the JSON object in an answer that refuses nothing.
 
     Raises:
@@ -279,7 +279,7 @@ def json_object(answer: httpx.Response) -> dict[str, Any]:
     return content
 
 
-def unusable(answer: httpx.Response, wanted: str) -> ServerError:
+def unusable(answer: httpx2.Response, wanted: str) -> ServerError:
     """Return the error for an answer that is not what was ``wanted``."""
     return ServerError(
         f"{answer.url} has answered with {answer.text[:80]!r}, which is no {wanted}: is that the"
@@ -287,7 +287,7 @@ def unusable(answer: httpx.Response, wanted: str) -> ServerError:
     )
 
 
-def _error(answer: httpx.Response) -> Mapping[str, Any]:
+def _error(answer: httpx2.Response) -> Mapping[str, Any]:
     try:
         content = json.loads(answer.content)
         # SGLang's own errors have no object around them.
@@ -297,6 +297,6 @@ def _error(answer: httpx.Response) -> Mapping[str, Any]:
     return error if isinstance(error, dict) else {"message": error}
 
 
-def error_message(answer: httpx.Response) -> str:
+def error_message(answer: httpx2.Response) -> str:
     """Return what an answer that is no success says."""
     return str(_error(answer).get("message") or answer.text[:500])

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 from fastapi import FastAPI
 
 from sglang_coserve.batch.api import add_batch_routes
@@ -41,7 +41,7 @@ _STANDING: Final = frozenset({"disk", "error"})
 """Values of ``waiting_for`` that do not pass by themselves."""
 
 
-class _Routes(httpx.ASGITransport):
+class _Routes(httpx2.ASGITransport):
     """Calls the routes. Raises ``InputFileError`` where they say that the disk is full or failing:
     that disk is not a server's."""
 
@@ -49,7 +49,7 @@ class _Routes(httpx.ASGITransport):
         super().__init__(app)
         self._directory = directory
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """See ``ASGITransport``."""
         answer = await super().handle_async_request(request)
         if answer.status_code == HTTPStatus.INSUFFICIENT_STORAGE:

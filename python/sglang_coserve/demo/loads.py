@@ -13,8 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, Self
 
-import httpx
-from httpx_sse import aconnect_sse
+import httpx2
+import orjson
 
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
@@ -181,10 +181,10 @@ class StreamedLoad:
         at_once: int = 0,
     ) -> None:
         """``drain_s`` after the last arrival, answers still missing are given up."""
-        self._client = httpx.AsyncClient(
+        self._client = httpx2.AsyncClient(
             base_url=base_url,
-            timeout=httpx.Timeout(None, connect=30.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx2.Timeout(None, connect=30.0),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
         )
         self._requests = iter(requests)
@@ -261,16 +261,16 @@ class _Stream:
         self._prompt_tokens = 0
         self.outcome = Outcome.UNFINISHED
 
-    async def receive(self, client: httpx.AsyncClient) -> None:
+    async def receive(self, client: httpx2.AsyncClient) -> None:
         try:
-            async with aconnect_sse(
-                client, "POST", self._request.url, json=self._request.body
-            ) as source:
-                source.response.raise_for_status()
-                async for event in source.aiter_sse():
+            async with client.sse(
+                self._request.url, method="POST", json=self._request.body
+            ) as events:
+                events.response.raise_for_status()
+                async for event in events:
                     if event.data != _DONE:
-                        self._take(event.json())
-        except (httpx.HTTPError, ValueError):
+                        self._take(orjson.loads(event.data))
+        except (httpx2.HTTPError, ValueError):
             self.outcome = Outcome.FAILED
         if self.outcome is Outcome.UNFINISHED:  # The stream ended before the answer did.
             self.outcome = Outcome.FAILED

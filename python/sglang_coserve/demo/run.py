@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-import httpx
+import httpx2
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -281,7 +281,7 @@ def _make_model(folder: Path, platform: Platform) -> Path:
 
 def _empty_cache(base_url: str) -> None:
     """Have the next system compute every prompt, as the one before it had to."""
-    httpx.post(f"{base_url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
+    httpx2.post(f"{base_url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
 
 
 def _limits(model: Path) -> tuple[int, int]:

@@ -58,7 +58,7 @@ class DnsName(EngineSource):
             ConfigError: it is not.
         """
         address = http_address(url, "--engine-dns")
-        port = urlsplit(url).port  # Also the usual one, which httpx leaves out.
+        port = urlsplit(url).port  # Also the usual one, which httpx2 leaves out.
         if address.scheme != "http" or port is None or address.raw_path != b"/":
             # A certificate is for the name, and each engine is called by its address.
             raise ConfigError(f"--engine-dns {url!r}: use http://NAME:PORT")

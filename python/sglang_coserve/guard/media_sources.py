@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
-import httpx
+import httpx2
 import pybase64
 
 from sglang_coserve.guard.engine_limits import check_options
@@ -170,7 +170,7 @@ class MediaSources:
         """
         # A new client for each file, so that cookies are not shared. Connections belong to the
         # transport, and are closed after each response.
-        client = httpx.AsyncClient(
+        client = httpx2.AsyncClient(
             transport=self._transport,
             # No compression: the decompressed content could be far larger.
             headers={"accept-encoding": "identity"},
@@ -191,7 +191,7 @@ class MediaSources:
                     fetching.sizes.add(FETCHED, len(chunk))
         except TimeoutError:
             raise ValueError(f"{source} did not come within {_TIMEOUT_S:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"{source} cannot be fetched: {reason}") from None
         found = _MEDIA_TYPE.match(response.headers.get("content-type", ""))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from fastapi import FastAPI, Request
@@ -47,10 +47,10 @@ def begin(client: openai.OpenAI, name: str, **fields: Any) -> Response:
     )
 
 
-def posted(app: LiveApp, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(
+def posted(app: LiveApp, body: dict[str, Any]) -> httpx2.Response:
+    return httpx2.post(
         f"{app.base_url}/v1/responses",
-        content=json.dumps(body),  # Of httpx itself, a lone surrogate is none.
+        content=json.dumps(body),  # Of httpx2 itself, a lone surrogate is none.
         headers={"content-type": "application/json"},
         timeout=GIVE_UP_S,
     )
@@ -195,7 +195,7 @@ def test_what_json_can_say_is_repeated(app: LiveApp, fields: dict[str, Any]) -> 
     body = {"input": "one", "background": True, **fields}
     created = posted(app, body)
     assert created.status_code == 200
-    found = httpx.get(f"{url}/{created.json()['id']}", timeout=GIVE_UP_S)
+    found = httpx2.get(f"{url}/{created.json()['id']}", timeout=GIVE_UP_S)
     assert found.status_code == 200
     for answer in (created, found):
         assert json.loads(answer.content).items() >= fields.items()
@@ -203,7 +203,7 @@ def test_what_json_can_say_is_repeated(app: LiveApp, fields: dict[str, Any]) -> 
     finish(app, "one")
 
     def ended() -> dict[str, Any] | None:
-        found = httpx.get(f"{url}/{created.json()['id']}", timeout=GIVE_UP_S).json()
+        found = httpx2.get(f"{url}/{created.json()['id']}", timeout=GIVE_UP_S).json()
         return found if has_ended(found) else None
 
     assert eventually(ended).items() >= fields.items()
@@ -238,15 +238,15 @@ def test_what_is_not_in_the_background_goes_on_to_the_routes_behind(tmp_path: Pa
     with app:
         url = f"{app.base_url}/v1/responses"
         for body in ('{"input": "a"}', '{"background": false}', '"background"', '{"background"'):
-            assert httpx.post(url, content=body).json() == {"body": body}
+            assert httpx2.post(url, content=body).json() == {"body": body}
         theirs = f"resp_{0:032x}"
-        assert httpx.get(f"{url}/{theirs}").json() == theirs
-        assert httpx.get(f"{url}/resp_{0:024x}").status_code == 404
+        assert httpx2.get(f"{url}/{theirs}").json() == theirs
+        assert httpx2.get(f"{url}/resp_{0:024x}").status_code == 404
     without = LiveApp(None)
     without.app.add_api_route("/v1/responses", behind, methods=["POST"])
     with without:
         url, body = f"{without.base_url}/v1/responses", '{"background": true}'
-        assert httpx.post(url, content=body).json() == {"body": body}
+        assert httpx2.post(url, content=body).json() == {"body": body}
 
 
 async def begun(scene: Scene, **fields: Any) -> str:
@@ -338,8 +338,8 @@ async def test_it_is_ours_behind_a_root_path(tmp_path: Path) -> None:
     async with scene.service as service:
         add_batch_routes(app)
         set_service(app, service)
-        transport = httpx.ASGITransport(app=app, root_path="/x")
-        async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
+        transport = httpx2.ASGITransport(app=app, root_path="/x")
+        async with httpx2.AsyncClient(transport=transport, base_url="http://h") as client:
             body = {"background": True, "input": "one"}
             assert (await client.post("/x/v1/responses", json=body)).status_code == 200
 

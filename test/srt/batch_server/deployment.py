@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 from openai.types import Batch
 
@@ -87,7 +87,7 @@ class Deployment(LocalServer):
 
     def ask(
         self, method: str, path: str, key: str | None = ADMIN_KEY, body: Any = None
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         """Send JSON, or nothing, and return whatever is answered."""
         return call(self, method, path, key, json=body)
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -159,11 +159,11 @@ def test_lines_wait_outside_of_the_engine_during_a_session_of_weight_updates(
             seen.append(client.batches.retrieve(batch_id).request_counts.completed)
         assert seen[0] == seen[1] < len(expected["A"])
         # Refused, as there is one. The lines go on waiting.
-        with pytest.raises(httpx.HTTPStatusError):
+        with pytest.raises(httpx2.HTTPStatusError):
             server.post("/begin_weight_update")
         assert client.batches.retrieve(batch_id).status == "in_progress"
         server.post("/end_weight_update")
         assert texts(completed(client, batch_id)) == expected["A"]
-        with pytest.raises(httpx.HTTPStatusError):
+        with pytest.raises(httpx2.HTTPStatusError):
             server.post("/end_weight_update")
         assert texts(completed(client, create(client, CONTENT).id)) == expected["A"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from http_lines.heard import Heard
@@ -177,7 +177,7 @@ def test_lines_go_back_when_online_requests_need_the_memory(servers: Two) -> Non
         texts = await undisturbed(servers.relaxed, numbers)
         serving = asyncio.ensure_future(watched.results(numbers))
         await until(lambda: watched.has_pulled(servers.strict, 4))
-        async with httpx.AsyncClient(base_url=servers.strict.base_url, timeout=GIVE_UP_S) as http:
+        async with httpx2.AsyncClient(base_url=servers.strict.base_url, timeout=GIVE_UP_S) as http:
             while not watched.fleet.ends["returned"] and not serving.done():
                 await asyncio.gather(*(online(http, n) for n in range(8)))
         results = await serving
@@ -210,7 +210,7 @@ def test_the_end_of_the_strict_server_loses_nothing(servers: Two) -> None:
         servers.strict.start()
 
 
-async def online(http: httpx.AsyncClient, number: int) -> None:
+async def online(http: httpx2.AsyncClient, number: int) -> None:
     """Serve an online request that takes an eighth of the KV memory."""
     prompt = [100 + (number + n) % 50 for n in range(KV_TOKENS // 8)]
     body = {"model": "small", "prompt": prompt, "max_tokens": KV_TOKENS // 32, "ignore_eos": True}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -41,7 +41,7 @@ def of_generate(client: openai.OpenAI, seed: int | None) -> str:
     address = str(client.base_url).removesuffix("/v1/")
     body = {"text": PROMPT, "sampling_params": params}
     headers = {"Authorization": f"Bearer {client.api_key}"}
-    answer = httpx.post(f"{address}/generate", json=body, headers=headers, timeout=60.0)
+    answer = httpx2.post(f"{address}/generate", json=body, headers=headers, timeout=60.0)
     return str(answer.raise_for_status().json()["text"])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from openai import OpenAI
 
@@ -78,10 +78,10 @@ def test_ours_serves_it_with_the_gpus_limits_and_says_what_it_is(
     )
     with asked(server) as (text, tokens):
         assert (text, tokens) == (stock_answer, 12)
-        status = httpx.get(f"{server.base_url}/coserve/status", timeout=30).json()
+        status = httpx2.get(f"{server.base_url}/coserve/status", timeout=30).json()
         assert status["emulated"] == NAME
         assert status["replicas"][0]["safepoints"]["enabled"]
-        info = httpx.get(f"{server.base_url}/get_server_info", timeout=30).json()
+        info = httpx2.get(f"{server.base_url}/get_server_info", timeout=30).json()
         assert info["chunked_prefill_size"] == 8192
         assert not info["disable_overlap_schedule"]
         assert (

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import httpx
+import httpx2
 import orjson
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -59,12 +59,12 @@ def server(
 
 
 @pytest.fixture
-def http(server: LocalServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.base_url, timeout=ANSWER_TIMEOUT_S) as client:
+def http(server: LocalServer) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.base_url, timeout=ANSWER_TIMEOUT_S) as client:
         yield client
 
 
-def ordinary_text(http: httpx.Client) -> str:
+def ordinary_text(http: httpx2.Client) -> str:
     answer: dict[str, Any] = http.post(GENERATE, json=ORDINARY).raise_for_status().json()
     return str(answer["text"])
 
@@ -75,7 +75,7 @@ def memory_mib(server: LocalServer) -> float:
     return int(line) / 1024
 
 
-def assert_nothing_left(http: httpx.Client) -> None:
+def assert_nothing_left(http: httpx2.Client) -> None:
     """No request anywhere, and by the engine's own account no memory in use."""
     http.post("/flush_cache", params={"timeout": 60}).raise_for_status()
     (replica,) = http.get("/coserve/status").raise_for_status().json()["replicas"]
@@ -84,7 +84,7 @@ def assert_nothing_left(http: httpx.Client) -> None:
 
 
 def test_every_request_is_answered_and_harms_no_other(
-    server: LocalServer, http: httpx.Client
+    server: LocalServer, http: httpx2.Client
 ) -> None:
     expected = ordinary_text(http)
     processes = engine_processes(server)
@@ -93,7 +93,7 @@ def test_every_request_is_answered_and_harms_no_other(
     ordinary: list[str] = []
 
     def serve_others() -> None:
-        with httpx.Client(base_url=server.base_url, timeout=ANSWER_TIMEOUT_S) as client:
+        with httpx2.Client(base_url=server.base_url, timeout=ANSWER_TIMEOUT_S) as client:
             while not is_over.wait(0.05):
                 ordinary.append(ordinary_text(client))
 
@@ -101,7 +101,7 @@ def test_every_request_is_answered_and_harms_no_other(
         headers = {"content-type": "application/json", **dict(request.headers)}
         try:
             answer = http.post(request.path, content=request.content, headers=headers)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             return request.name, repr(error)
         return request.name, answer.status_code
 
@@ -136,7 +136,7 @@ def test_every_request_is_answered_and_harms_no_other(
     ],
 )
 def test_a_client_cannot_set_what_the_server_sets(
-    http: httpx.Client, field: str, value: Any
+    http: httpx2.Client, field: str, value: Any
 ) -> None:
     if field not in GenerateReqInput.__dataclass_fields__:
         pytest.skip("this version of SGLang does not have the field")
@@ -158,7 +158,7 @@ WELL_ANSWERED = {200, *range(400, 500)}
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_every_line_has_a_record_and_harms_no_other(
-    server: LocalServer, http: httpx.Client, path: str
+    server: LocalServer, http: httpx2.Client, path: str
 ) -> None:
     expected = ordinary_text(http)
     processes = engine_processes(server)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import yaml
 
@@ -100,7 +100,7 @@ def test_our_metrics_are_named_as_they_should_be(watched: Watched) -> None:
 
 
 @pytest.fixture
-def prometheus(watched: Watched, tmp_path: Path) -> Iterator[httpx.Client]:
+def prometheus(watched: Watched, tmp_path: Path) -> Iterator[httpx2.Client]:
     """One that scrapes the server each second, with the example's rules."""
     settings = yaml.safe_load((EXAMPLE / "prometheus.yml").read_text())
     settings["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -117,7 +117,7 @@ def prometheus(watched: Watched, tmp_path: Path) -> Iterator[httpx.Client]:
     with (
         (tmp_path / "log").open("w") as log,
         subprocess.Popen(command, stdout=log, stderr=log) as process,
-        httpx.Client(base_url=f"http://{address}/api/v1", timeout=30) as client,
+        httpx2.Client(base_url=f"http://{address}/api/v1", timeout=30) as client,
     ):
         try:
             eventually(lambda: is_up(client))
@@ -126,16 +126,16 @@ def prometheus(watched: Watched, tmp_path: Path) -> Iterator[httpx.Client]:
             process.terminate()
 
 
-def is_up(client: httpx.Client) -> bool:
+def is_up(client: httpx2.Client) -> bool:
     try:
         answer = client.get("/query", params={"query": "coserve_requests"})
-    except httpx.TransportError:
+    except httpx2.TransportError:
         return False
     return answer.status_code == 200 and bool(answer.json()["data"]["result"])
 
 
 @needs_prometheus
-def test_the_dashboards_queries_have_answers(watched: Watched, prometheus: httpx.Client) -> None:
+def test_the_dashboards_queries_have_answers(watched: Watched, prometheus: httpx2.Client) -> None:
     for _ in range(3):
         body = {"text": "boats", "sampling_params": {"max_new_tokens": 4}}
         call(watched, "POST", "/generate", API_KEY, json=body).raise_for_status()

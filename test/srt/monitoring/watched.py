@@ -11,8 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
-from httpx_sse import EventSource
+import httpx2
 
 from batch.route_calls import until
 from calls import exported, get
@@ -57,7 +56,7 @@ class Watched:
         (replica,) = self.deployment.status()["replicas"]
         return replica
 
-    def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
+    def get(self, path: str, key: str | None = API_KEY) -> httpx2.Response:
         return get(self.deployment, path, key)
 
     def samples(self) -> Samples:
@@ -117,11 +116,14 @@ class Watched:
         sent_s = time.perf_counter()
         request_id = request_id or f"online-{number}"
         headers = {"authorization": f"Bearer {API_KEY}", "x-request-id": request_id}
-        with httpx.stream(
+        with httpx2.stream(
             "POST", f"{self.base_url}/generate", json=body, headers=headers, timeout=60
         ) as response:
-            events = EventSource(response).iter_sse()
-            times_s = [time.perf_counter() for event in events if event.data != "[DONE]"]
+            times_s = [
+                time.perf_counter()
+                for event in httpx2.EventSource(response)
+                if event.data != "[DONE]"
+            ]
         gaps_s = [after - before for before, after in pairwise(times_s)]
         return Measured(times_s[0] - sent_s, gaps_s)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -52,7 +52,7 @@ def online_load(deployment: Deployment) -> Iterator[None]:
     def load() -> None:
         headers = {"authorization": f"Bearer {API_KEY}"}
         body = {"text": "Who?", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
-        with httpx.Client(base_url=deployment.base_url, headers=headers, timeout=60) as http:
+        with httpx2.Client(base_url=deployment.base_url, headers=headers, timeout=60) as http:
             while not has_ended.is_set():
                 http.post("/generate", json=body).raise_for_status()
                 has_ended.wait(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from calls import client_of, get
@@ -29,7 +29,7 @@ def server(
         yield running
 
 
-def view(server: LocalServer, key: str | None) -> httpx.Response:
+def view(server: LocalServer, key: str | None) -> httpx2.Response:
     return get(server, "/coserve/view", key)
 
 
@@ -63,7 +63,7 @@ def test_the_view_has_engines_users_and_batches_and_nothing_else(
     assert [each["id"] for each in shown["batches"]["data"]] == [batch_id]
     assert shown["batches"]["path"] == "/v1/batches"
     assert view(server, OPERATOR).json()["batches"]["path"] == "/coserve/batches"
-    assert httpx.get(f"{server.base_url}/coserve").status_code == 200
+    assert httpx2.get(f"{server.base_url}/coserve").status_code == 200
 
 
 def test_top_shows_the_same(server: LocalServer, deployment: Deployment) -> None:

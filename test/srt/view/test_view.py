@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -61,7 +61,7 @@ def test_the_page_needs_no_key_and_what_it_shows_does(deployment: Deployment) ->
     assert get(deployment, "/coserve/", None).headers["location"] == "../coserve"
     assert get(deployment, "/coserve/view", "another").status_code == 401
     assert get(deployment, "/coserve/view?since=soon", API_KEY).status_code == 400
-    posted = httpx.post(f"{deployment.base_url}/coserve/view", timeout=60)
+    posted = httpx2.post(f"{deployment.base_url}/coserve/view", timeout=60)
     assert posted.status_code == 405
     assert get(deployment, "/coserve/status").status_code == 401  # SGLang's check is in place.
 

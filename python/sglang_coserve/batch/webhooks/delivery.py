@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, Self
 
-import httpx
+import httpx2
 
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.record import BatchEvent
@@ -101,8 +101,8 @@ def signed_headers(event_id: str, now_s: float, body: bytes, key: bytes) -> dict
 async def events_delivered(context: JobContext, target: WebhookTarget) -> AsyncGenerator[None]:
     """Deliver the ends of batches within this context; see the module's docstring."""
     # The authorities of the environment count, and its proxies do not.
-    verify = httpx.create_ssl_context()
-    async with httpx.AsyncClient(timeout=_TIMEOUT_S, verify=verify, trust_env=False) as client:
+    verify = httpx2.create_ssl_context()
+    async with httpx2.AsyncClient(timeout=_TIMEOUT_S, verify=verify, trust_env=False) as client:
         deliveries = _Deliveries(context, target, client)
         async with context.background.running("webhooks", deliveries.run):
             yield
@@ -110,11 +110,11 @@ async def events_delivered(context: JobContext, target: WebhookTarget) -> AsyncG
 
 class _Deliveries:
     def __init__(
-        self, context: JobContext, target: WebhookTarget, client: httpx.AsyncClient
+        self, context: JobContext, target: WebhookTarget, client: httpx2.AsyncClient
     ) -> None:
         self._context = context
         self._target = target
-        self._url = httpx.URL(target.url)
+        self._url = httpx2.URL(target.url)
         self._client = client
 
     async def run(self) -> None:
