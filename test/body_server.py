@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from app_thread import app_thread
-from sglang_coserve.asgi import send_error
+from sglang_coserve.web.asgi import send_error
 
 
 class BodyServer:

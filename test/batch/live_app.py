@@ -16,8 +16,9 @@ from batch.scripted_backend import ScriptedBackend
 from calls import client_of
 from sglang_coserve.batch.api import add_batch_routes
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes.caller import set_admin_key, set_service
+from sglang_coserve.batch.routes.service import set_service
 from sglang_coserve.batch.service import BatchService
+from sglang_coserve.web.keys import set_admin_key
 
 
 class LiveApp:

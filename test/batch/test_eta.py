@@ -16,13 +16,13 @@ from batch.records import a_batch
 from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.admission import window_s, window_text
-from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.eta import Eta, Forecasts, headroom, remaining_tokens
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.lines.result_record import Progress, Usage
+from sglang_coserve.web.errors import ApiError
 
 
 def served(**changes: object) -> JobRecord:
@@ -202,7 +202,7 @@ def test_windows(text: str, seconds: float) -> None:
     ["", "24", "h", "-1h", "1.5h", "1 h", "1H", "24hours", "0s", "367d", "9" * 50 + "d", "٣h"],
 )
 def test_what_is_no_window(text: str) -> None:
-    with pytest.raises(BatchRequestError, match="completion_window") as caught:
+    with pytest.raises(ApiError, match="completion_window") as caught:
         window_s(text, 366 * 86400)
     assert caught.value.param == "completion_window"
 

@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from batch.scenarios import OWNER, Scene, lines, opened, stream, wanted
-from sglang_coserve.batch.errors import (
-    ConflictError,
-    NotFoundError,
-)
-from sglang_coserve.batch.routes.caller import owner_of
+from sglang_coserve.batch.errors import ConflictError, NotFoundError
 from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.errors import StorageError
+from sglang_coserve.web.keys import owner_of
 from waiting import until
 
 HOUR = ExpiresAfter(anchor="created_at", seconds=3600)

@@ -15,7 +15,7 @@ from batch.route_calls import create, engine_has, records, until
 from batch.scenarios import lines
 from batch.scripted_backend import ScriptedBackend
 from client.coserve_process import coserve
-from sglang_coserve.batch.routes.caller import owner_of
+from sglang_coserve.web.keys import owner_of
 
 ADMIN = "the admin's key"
 

@@ -19,8 +19,8 @@ from batch.live_app import LiveApp
 from batch.route_calls import upload
 from batch.scenarios import lines
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
-from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.routes.transfers import UploadForm
+from sglang_coserve.web.errors import ApiError
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ async def test_a_form_without_end_is_read_to_a_limit(
             content = content[chunk_bytes:]
 
     form = UploadForm("multipart/form-data; boundary=x", body())
-    with pytest.raises(BatchRequestError) as caught:
+    with pytest.raises(ApiError) as caught:
         await form.read_to_file()
         async for _ in form.file_chunks():
             pass

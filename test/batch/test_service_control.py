@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from batch.scenarios import OWNER, lines, opened, undelivered, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.routes import view
-from sglang_coserve.batch.routes.caller import set_service
+from sglang_coserve.batch.routes.service import set_service
 from sglang_coserve.batch.schemas import BatchObject
 from waiting import GIVE_UP_S
 

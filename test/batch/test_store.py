@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from batch.records import a_batch, a_file
-from sglang_coserve.batch.errors import BatchRequestError, NotFoundError
+from sglang_coserve.batch.errors import NotFoundError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import Status
 from sglang_coserve.batch.state import (
@@ -29,6 +29,7 @@ from sglang_coserve.batch.store.database import LAYOUT, open_database
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.result_record import Progress, Usage
+from sglang_coserve.web.errors import ApiError
 
 FREE_BYTES = 1 << 40
 
@@ -405,7 +406,7 @@ def test_what_a_batch_cannot_be_made_of(connection: sqlite3.Connection) -> None:
         batch = a_batch(input_file_id="file-x", created_at_s=10.0)
         batch_rows.create(connection, batch, BatchLimits(), FREE_BYTES)
     file_rows.insert(connection, a_file("file-y", purpose="batch_output"))
-    with pytest.raises(BatchRequestError, match="purpose"):
+    with pytest.raises(ApiError, match="purpose"):
         batch_rows.create(connection, a_batch(input_file_id="file-y"), BatchLimits(), FREE_BYTES)
 
 

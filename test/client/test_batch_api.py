@@ -20,7 +20,7 @@ from batch.live_app import LiveApp
 from batch.scenarios import line, lines
 from batch.scripted_backend import ScriptedBackend, answer, failure, name_of
 from client.coserve_process import coserve, end, start_submit, submit, submit_json
-from sglang_coserve.batch.routes.caller import set_not_ready
+from sglang_coserve.batch.routes.service import set_not_ready
 from sglang_coserve.client import (
     BatchOptions,
     CoserveClient,

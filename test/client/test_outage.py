@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batch.live_app import LiveApp
 from batch.scenarios import lines
 from sglang_coserve import terminal
-from sglang_coserve.batch.routes.caller import set_not_ready
+from sglang_coserve.batch.routes.service import set_not_ready
 from sglang_coserve.cli.submit import SubmitFlags, _leave
 from sglang_coserve.client import BatchApi, BatchOptions, RetryPolicy
 from sglang_coserve.client.calls import Outage

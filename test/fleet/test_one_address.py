@@ -21,9 +21,9 @@ from batch.scenarios import lines
 from batch.scripted_backend import ScriptedBackend, tokens_of
 from fleet.live_nginx import NEEDS_NGINX, running_nginx
 from http_lines.live_engine import ADMIN_KEY, READY_S, LiveApp, LiveEngine
-from sglang_coserve.asgi import ENGINE_PATHS
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import parse_options
+from sglang_coserve.web.asgi import ENGINE_PATHS
 from waiting import until
 
 CONFIG = Path(__file__).parents[2] / "docs" / "examples" / "compose" / "nginx.conf"

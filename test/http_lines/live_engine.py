@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.asgi import FramingMiddleware, UnreadBodyMiddleware
-from sglang_coserve.batch.routes.caller import set_admin_key
 from sglang_coserve.config.coserve import Pool
 from sglang_coserve.http_lines.engine_load import WantedLines
 from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
 from sglang_coserve.http_lines.messages import EngineReport
 from sglang_coserve.lines.backend import Backend
+from sglang_coserve.web.asgi import FramingMiddleware, UnreadBodyMiddleware
+from sglang_coserve.web.keys import set_admin_key
 from waiting import until
 
 ADMIN_KEY = "engine's admin"

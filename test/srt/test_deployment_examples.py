@@ -12,10 +12,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sglang_coserve.asgi import ENGINE_PATHS
 from sglang_coserve.fleet.discovery import DnsName, EngineList
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import ENGINE_KEY_VARIABLE, GatewayOptions, parse_options
+from sglang_coserve.web.asgi import ENGINE_PATHS
 from srt.documentation.blocks import ROOT
 from srt.monitoring.test_example import needs_prometheus, promtool
 from srt.monitoring.test_exported import documented

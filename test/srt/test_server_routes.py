@@ -17,7 +17,6 @@ import pytest
 from batch.route_calls import completed, create
 from calls import call, client_of, get
 from guard.test_output_parsers import SLOW
-from sglang_coserve.asgi import known_paths
 from sglang_coserve.guard.route_table import (
     DECISIONS,
     Caller,
@@ -31,6 +30,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat.versions import NEWEST
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS
 from sglang_coserve.srt.monitoring.told_settings import STARS, told
+from sglang_coserve.web.asgi import known_paths
 
 PROMPT = {"model": "m", "prompt": "The old mill", "max_tokens": 2}
 

@@ -6,18 +6,18 @@ import math
 from hashlib import sha256
 
 from sglang_coserve.batch.context import JobContext, new_id
-from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import CreateBatch
 from sglang_coserve.durations import UNITS_S, duration_s
 from sglang_coserve.jsonl.request_line import endpoint_of
+from sglang_coserve.web.errors import ApiError
 
 
 def window_s(text: str, max_window_s: float) -> float:
     """Return the seconds in ``text``: ``24h``, ``90m``, ``1h30m``, ``7d``.
 
     Raises:
-        BatchRequestError: it is no duration, or not in (0, ``max_window_s``].
+        ApiError: it is no duration, or not in (0, ``max_window_s``].
     """
     seconds = duration_s(text)
     if seconds is None:
@@ -43,8 +43,8 @@ def window_text(seconds: float) -> str:
     return "".join(parts)
 
 
-def _error(message: str) -> BatchRequestError:
-    return BatchRequestError(message, code="invalid_completion_window", param="completion_window")
+def _error(message: str) -> ApiError:
+    return ApiError(message, code="invalid_completion_window", param="completion_window")
 
 
 def new_batch(
@@ -53,13 +53,13 @@ def new_batch(
     """Return the batch that ``request`` asks for, whose input is still to be looked up.
 
     Raises:
-        BatchRequestError: the endpoint or the window cannot be used.
+        ApiError: the endpoint or the window cannot be used.
     """
     endpoints = context.backend.endpoints
     endpoint = endpoint_of(request.endpoint)
     if endpoint not in endpoints:
         message = f"endpoint must be one of {', '.join(sorted(endpoints))}"
-        raise BatchRequestError(message, code="invalid_endpoint", param="endpoint")
+        raise ApiError(message, code="invalid_endpoint", param="endpoint")
     now_s, rng = context.clock.now_s(), context.rng
     expiry = request.output_expires_after
     return JobRecord(

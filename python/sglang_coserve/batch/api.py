@@ -17,10 +17,10 @@ from sglang_coserve.batch.annex import Annex
 from sglang_coserve.batch.context import EventDelivery
 from sglang_coserve.batch.responses import BACKGROUND_RESPONSES
 from sglang_coserve.batch.routes import batches, files, owners
-from sglang_coserve.batch.routes.caller import endpoints_of
 from sglang_coserve.batch.uploads import UPLOADS
 from sglang_coserve.batch.webhooks import WEBHOOKS
 from sglang_coserve.config import BatchApiConfig
+from sglang_coserve.web.routes import endpoints_of
 
 ANNEXES: Final[tuple[Annex, ...]] = (
     BACKGROUND_RESPONSES,

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from http import HTTPStatus
 from types import MappingProxyType
 
-from sglang_coserve.errors import RequestError
+from sglang_coserve.web.errors import ApiError
 
 
-class BatchRequestError(RequestError):
-    """One call of the Batch API cannot be served as asked."""
-
-    status = HTTPStatus.BAD_REQUEST
-    headers: Mapping[str, str] = MappingProxyType({})
-    """Of the answer, beside those of every error."""
-
-    code = ""
-    """The error's ``code``, as in OpenAI's error objects."""
-
-    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code or self.code
-        self.param = param
-        """The parameter at fault; None if there is not exactly one."""
-
-
-class NotFoundError(BatchRequestError):
+class NotFoundError(ApiError):
     """There is no such object, or it belongs to another owner: the two look the same."""
 
     status = HTTPStatus.NOT_FOUND
 
 
-class RangeError(BatchRequestError):
+class RangeError(ApiError):
     """A part of a file is asked for that begins behind its end."""
 
     status, code = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "invalid_range"
@@ -43,19 +25,19 @@ class RangeError(BatchRequestError):
         self.headers = {"content-range": f"bytes */{size_bytes}"}
 
 
-class ConflictError(BatchRequestError):
+class ConflictError(ApiError):
     """The state of the object forbids the call."""
 
     status = HTTPStatus.CONFLICT
 
 
-class TooLargeError(BatchRequestError):
+class TooLargeError(ApiError):
     """An upload is larger than allowed."""
 
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
-class TooManyError(BatchRequestError):
+class TooManyError(ApiError):
     """There are as many unfinished batches, uploads or downloads as allowed."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
@@ -67,7 +49,7 @@ class QuotaError(TooManyError):
     code = "insufficient_quota"
 
 
-class SlowClientError(BatchRequestError):
+class SlowClientError(ApiError):
     """A body has stopped coming, or comes too slowly."""
 
     status, code = HTTPStatus.REQUEST_TIMEOUT, "upload_too_slow"
@@ -75,7 +57,7 @@ class SlowClientError(BatchRequestError):
     headers = MappingProxyType({"connection": "close"})
 
 
-class BatchApiOffError(BatchRequestError):
+class BatchApiOffError(ApiError):
     """There is no service: the server has no data directory.
 
     Gateways such as LiteLLM serve batches themselves where 404 is the answer.
@@ -89,16 +71,3 @@ class BatchApiNotReadyError(BatchApiOffError):
 
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "not_ready"
     headers = MappingProxyType({"retry-after": "1", "x-should-retry": "true"})
-
-
-class NoAdminKeyError(BatchRequestError):
-    """The server has no admin key, so nobody can be its operator."""
-
-    status, code = HTTPStatus.FORBIDDEN, "no_admin_key"
-
-
-class AdminKeyError(BatchRequestError):
-    """The caller does not bring the admin key."""
-
-    status, code = HTTPStatus.UNAUTHORIZED, "invalid_api_key"
-    headers = MappingProxyType({"www-authenticate": "Bearer"})

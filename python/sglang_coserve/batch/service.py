@@ -53,7 +53,7 @@ class BatchService:
 
     Where an owner may be None, that is the operator, to whom everybody's batches are open.
     Methods raise ``NotFoundError`` for what an owner does not have, other
-    ``BatchRequestError`` for what cannot be asked, and ``StorageError`` when the disk
+    ``ApiError`` for what cannot be asked, and ``StorageError`` when the disk
     fails. Whatever they have returned survives a crash.
     """
 
@@ -230,7 +230,7 @@ class BatchService:
         warning names fields that are ignored.
 
         Raises:
-            BatchRequestError: the endpoint or the window cannot be used.
+            ApiError: the endpoint or the window cannot be used.
             ConflictError: the key was used for another request.
             TooManyError: too many batches are unfinished.
             QuotaError: the owner has too much on the disk.

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from sglang_coserve.batch.api import add_batch_routes
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes.caller import set_service
+from sglang_coserve.batch.routes.service import set_service
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.client.batch_api import Batch, BatchApi
 from sglang_coserve.client.calls import error_message

@@ -12,7 +12,6 @@ from typing import Final
 
 import uvicorn
 
-from sglang_coserve.asgi import IDLE_CONNECTION_S
 from sglang_coserve.batch.api import event_delivery
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.service import BatchService
@@ -22,6 +21,7 @@ from sglang_coserve.fleet.options import GatewayOptions, parse_options
 from sglang_coserve.logs import log_settings
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.terminal import exit_status
+from sglang_coserve.web.asgi import IDLE_CONNECTION_S
 
 _GRACE_S: Final = 5
 """For calls under way when the gateway is stopped; batches are kept in any case."""

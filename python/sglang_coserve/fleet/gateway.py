@@ -17,25 +17,15 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import (
-    FramingMiddleware,
-    UnreadBodyMiddleware,
-    bearer_key,
-    is_same_key,
-    openai_error,
-    send_error,
-)
 from sglang_coserve.batch.api import add_batch_routes, event_delivery
 from sglang_coserve.batch.context import EventDelivery
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.errors import BatchApiOffError
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes.caller import (
+from sglang_coserve.batch.routes.service import (
     batch_api_status,
     find_service,
-    set_admin_key,
     set_not_ready,
-    set_one_owner,
     set_service,
     take_over,
 )
@@ -52,6 +42,13 @@ from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.view.page import Page
 from sglang_coserve.view.standing import fleet_standing
 from sglang_coserve.view.verdict import LEVELS
+from sglang_coserve.web.asgi import (
+    FramingMiddleware,
+    UnreadBodyMiddleware,
+    openai_error,
+    send_error,
+)
+from sglang_coserve.web.keys import bearer_key, is_same_key, set_admin_key, set_one_owner
 
 _STANDBY_S: Final = 0.5
 """How often a standby gateway tries to take the directory over."""

@@ -36,7 +36,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sglang_coserve.asgi import is_form, openai_error, replay, route_path, send_error
 from sglang_coserve.guard.chat_fields import CHAT_FIELDS
 from sglang_coserve.jsonl.body_limits import (
     BodyCheck,
@@ -46,6 +45,7 @@ from sglang_coserve.jsonl.body_limits import (
     mended_json,
 )
 from sglang_coserve.told_faults import told_faults
+from sglang_coserve.web.asgi import is_form, openai_error, replay, route_path, send_error
 
 # --- How large a body may be -----------------------------------------------------------------
 

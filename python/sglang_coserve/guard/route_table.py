@@ -15,16 +15,9 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import (
-    ENGINE_PATHS,
-    bearer_key,
-    is_same_key,
-    known_paths,
-    openai_error,
-    route_path,
-    send_json,
-)
 from sglang_coserve.errors import RequestError
+from sglang_coserve.web.asgi import ENGINE_PATHS, known_paths, openai_error, route_path, send_json
+from sglang_coserve.web.keys import bearer_key, is_same_key
 
 logger = logging.getLogger(__name__)
 

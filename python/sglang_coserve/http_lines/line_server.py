@@ -18,8 +18,6 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from sglang_coserve.batch.errors import BatchApiNotReadyError
-from sglang_coserve.batch.routes.caller import endpoints_of, operator_router
-from sglang_coserve.batch.routes.errors import OpenAIRoute
 from sglang_coserve.http_lines.messages import (
     GATHER_S,
     HEARTBEAT,
@@ -42,6 +40,8 @@ from sglang_coserve.lines.backend import (
     MovedKv,
 )
 from sglang_coserve.told_faults import without_directories
+from sglang_coserve.web.keys import operator_router
+from sglang_coserve.web.routes import OpenAIRoute, endpoints_of
 
 _FRAME_BYTES: Final = 1 << 20
 """More than a ``LineRequest`` has beside the body and the tokens."""

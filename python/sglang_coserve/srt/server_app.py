@@ -11,9 +11,8 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from sglang_coserve.asgi import UnreadBodyMiddleware
 from sglang_coserve.batch.api import BATCH_PREFIXES, missing_routes
-from sglang_coserve.batch.routes.caller import batch_api_status
+from sglang_coserve.batch.routes.service import batch_api_status
 from sglang_coserve.batch.routes.view import Keys
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import CoserveError, StartupError
@@ -38,6 +37,7 @@ from sglang_coserve.srt.routes.batch_api import add_batch_api, open_routes_warni
 from sglang_coserve.srt.routes.drain import Health, HealthMiddleware, Heartbeat
 from sglang_coserve.srt.routes.engine_routes import View, add_info_routes, add_load_route
 from sglang_coserve.srt.routes.probes import install_before_keys
+from sglang_coserve.web.asgi import UnreadBodyMiddleware
 
 logger = logging.getLogger(__name__)
 

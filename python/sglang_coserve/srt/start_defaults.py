@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from sglang_coserve.asgi import IDLE_CONNECTION_S
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.optional_parts import KV_STORE, REQUEST_MOVES, platform_for
 from sglang_coserve.srt.platform import Platform
 from sglang_coserve.srt.steps.prefix_leases import EVICTION_POLICY
+from sglang_coserve.web.asgi import IDLE_CONNECTION_S
 
 _HUB_TIMEOUT_S: Final = 10.0
 

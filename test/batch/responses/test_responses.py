@@ -24,7 +24,7 @@ from sglang_coserve.batch.file_store import Transfers
 from sglang_coserve.batch.job_lines import JobLines
 from sglang_coserve.batch.responses.responses import BackgroundResponses, has_ended
 from sglang_coserve.batch.responses.schemas import CreateResponse
-from sglang_coserve.batch.routes.caller import set_service
+from sglang_coserve.batch.routes.service import set_service
 from sglang_coserve.batch.service import BatchService
 from waiting import GIVE_UP_S, eventually
 

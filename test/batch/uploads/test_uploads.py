@@ -16,8 +16,8 @@ from batch.route_calls import refused
 from batch.scenarios import OWNER, lines, opened, stream
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
 from sglang_coserve.batch.errors import NotFoundError
-from sglang_coserve.batch.routes.caller import owner_of
 from sglang_coserve.batch.uploads.uploads import CompleteUpload, CreateUpload, UploadObject, Uploads
+from sglang_coserve.web.keys import owner_of
 from waiting import eventually
 
 CONTENT = lines(40)

@@ -11,8 +11,8 @@ import pytest
 
 from batch.route_calls import until
 from calls import get
-from sglang_coserve.batch.routes.caller import owner_of
 from sglang_coserve.batch.routes.view import Caller, Keys
+from sglang_coserve.web.keys import owner_of
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
 

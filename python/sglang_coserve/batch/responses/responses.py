@@ -18,7 +18,7 @@ import orjson
 
 from sglang_coserve.batch.admission import window_text
 from sglang_coserve.batch.context import JobContext, new_id
-from sglang_coserve.batch.errors import BatchRequestError, ConflictError, NotFoundError
+from sglang_coserve.batch.errors import ConflictError, NotFoundError
 from sglang_coserve.batch.file_store import FileStore, once
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.record import JobRecord, Status
@@ -30,6 +30,7 @@ from sglang_coserve.jsonl.body_limits import mended_json
 from sglang_coserve.jsonl.request_line import BadLineError, parse_request_line
 from sglang_coserve.lines.background import to_its_end
 from sglang_coserve.lines.result_record import encode_json
+from sglang_coserve.web.errors import ApiError
 
 _REPEATED: Final = (
     *("model", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
@@ -131,9 +132,9 @@ def _error(message: str, *, is_request: bool = False) -> dict[str, str]:
     return {"code": "invalid_prompt" if is_request else "server_error", "message": message}
 
 
-def no_stream() -> BatchRequestError:
+def no_stream() -> ApiError:
     """Return the error of who asks for the events of a background response."""
-    return BatchRequestError(
+    return ApiError(
         f"a background response has no stream: leave stream out, and ask GET {RESPONSES}/ID for its"
         " status and its answer",
         code="unsupported_parameter",
@@ -152,7 +153,7 @@ _LEAVE_S: Final = 10.0
 class BackgroundResponses:
     """Creates, shows, cancels and deletes responses.
 
-    Methods raise ``NotFoundError`` for what an owner does not have, other ``BatchRequestError``
+    Methods raise ``NotFoundError`` for what an owner does not have, other ``ApiError``
     for what cannot be asked, and ``StorageError`` when the disk fails.
     """
 
@@ -167,19 +168,17 @@ class BackgroundResponses:
         """Begin a response. The same key and request again return the same response.
 
         Raises:
-            BatchRequestError: it cannot be served in the background.
+            ApiError: it cannot be served in the background.
             ConflictError: the key was used for another request.
             TooManyError: too many responses have not ended.
             QuotaError: the owner has too much on the disk.
         """
         if RESPONSES not in self._context.backend.endpoints:
-            raise BatchRequestError(
-                f"this model does not serve {RESPONSES}", code="invalid_endpoint"
-            )
+            raise ApiError(f"this model does not serve {RESPONSES}", code="invalid_endpoint")
         if request.stream:
             raise no_stream()
         if request.previous_response_id is not None:
-            raise BatchRequestError(
+            raise ApiError(
                 "a background response continues no other: send the whole conversation as input",
                 code="unsupported_parameter",
                 param="previous_response_id",
@@ -234,9 +233,7 @@ class BackgroundResponses:
         try:
             parse_request_line(content, RESPONSES)
         except BadLineError as error:
-            raise BatchRequestError(
-                f"the body cannot be kept: {error}", code="invalid_value"
-            ) from None
+            raise ApiError(f"the body cannot be kept: {error}", code="invalid_value") from None
         return content + b"\n"
 
     def _wanted(

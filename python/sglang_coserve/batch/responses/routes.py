@@ -12,8 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from sglang_coserve.asgi import openai_error, replay, route_path, send_error, send_json
-from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError, BatchRequestError
+from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.batch.file_store import Transfers
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.responses.responses import (
@@ -23,12 +22,15 @@ from sglang_coserve.batch.responses.responses import (
     no_stream,
 )
 from sglang_coserve.batch.responses.schemas import CreateResponse, ResponseDeleted
-from sglang_coserve.batch.routes.caller import Owner, Service, caller_owner, find_service
-from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, OpenAIRoute
+from sglang_coserve.batch.routes.service import Service, find_service
 from sglang_coserve.batch.routes.transfers import received
 from sglang_coserve.errors import RequestError
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 from sglang_coserve.lines.result_record import encode_json
+from sglang_coserve.web.asgi import openai_error, replay, route_path, send_error, send_json
+from sglang_coserve.web.errors import ApiError
+from sglang_coserve.web.keys import Owner, caller_owner
+from sglang_coserve.web.routes import ERROR_RESPONSES, OpenAIRoute
 
 _OUR_PATH: Final = re.compile(f"{RESPONSES}/{ID_PREFIX}[0-9a-f]{{24}}(/cancel)?")
 """SGLang's ids have 32 digits."""
@@ -62,7 +64,7 @@ class _Route(OpenAIRoute):
             except BodyTooLargeError as error:
                 await send_error(send, 413, str(error))
                 return
-            except BatchRequestError as error:
+            except ApiError as error:
                 refusal = openai_error(error.status, str(error), error.code)
                 await send_json(send, error.status, refusal, error.headers)
                 return

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query, Response
 
 from sglang_coserve.batch.record import Status
-from sglang_coserve.batch.routes.caller import Owner, Service, caller_owner, operator_router
-from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, JsonRoute
+from sglang_coserve.batch.routes.service import Service
 from sglang_coserve.batch.schemas import BatchList, BatchObject, CreateBatch
 from sglang_coserve.batch.state import BatchAction
+from sglang_coserve.web.keys import Owner, caller_owner, operator_router
+from sglang_coserve.web.routes import ERROR_RESPONSES, JsonRoute
 
 router = APIRouter(
     prefix="/v1/batches", tags=["batches"], route_class=JsonRoute, responses=ERROR_RESPONSES

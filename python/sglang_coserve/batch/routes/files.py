@@ -11,10 +11,11 @@ from urllib.parse import quote
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from sglang_coserve.batch.errors import RangeError
-from sglang_coserve.batch.routes.caller import Owner, Service
-from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, ErrorResponse, OpenAIRoute
+from sglang_coserve.batch.routes.service import Service
 from sglang_coserve.batch.routes.transfers import DownloadResponse, UploadForm, form_of, received
 from sglang_coserve.batch.schemas import FileDeleted, FileList, FileObject
+from sglang_coserve.web.keys import Owner
+from sglang_coserve.web.routes import ERROR_RESPONSES, ErrorResponse, OpenAIRoute
 
 _RANGE: Final = re.compile(r"bytes=(\d{1,18})?-(\d{1,18})?", re.ASCII)
 

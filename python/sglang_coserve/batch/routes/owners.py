@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from sglang_coserve.batch.routes.caller import Service, operator_router
+from sglang_coserve.batch.routes.service import Service
+from sglang_coserve.web.keys import operator_router
 
 operators = operator_router("/coserve/owners")
 

@@ -15,9 +15,10 @@ from pydantic import ValidationError
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from sglang_coserve.batch.errors import BatchRequestError, SlowClientError
+from sglang_coserve.batch.errors import SlowClientError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.schemas import ExpiresAfter, ignored_fields
+from sglang_coserve.web.errors import ApiError
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def form_of(properties: dict[str, Any], *required: str, **others: Any) -> dict[s
 class UploadForm:
     """A ``multipart/form-data`` body with one file, and fields before and after it.
 
-    Every method raises ``BatchRequestError`` for a form that is none, or lacks something.
+    Every method raises ``ApiError`` for a form that is none, or lacks something.
     """
 
     def __init__(
@@ -135,13 +136,13 @@ class UploadForm:
             fault = error.errors()[0]
             param = f"expires_after[{fault['loc'][0]}]"
             message = f"{param}: {fault['msg']}"
-            raise BatchRequestError(message, code="invalid_value", param=param) from None
+            raise ApiError(message, code="invalid_value", param=param) from None
 
     async def read_to_file(self) -> None:
         """Read up to the first bytes of the file."""
         if await anext(self._chunks, None) is None:
             message = f"the form has no file: send one in the field {self._file_field!r}"
-            raise BatchRequestError(message, code="missing_file", param=self._file_field)
+            raise ApiError(message, code="missing_file", param=self._file_field)
         if "purpose" in self._fields:  # It may come after the file as well.
             self._check_purpose()
 
@@ -158,7 +159,7 @@ class UploadForm:
         purpose = self._fields.get("purpose", "")
         if purpose != "batch" and self._file_field == "file":
             message = f"purpose must be 'batch', not {purpose[:64]!r}"
-            raise BatchRequestError(message, code="invalid_purpose", param="purpose")
+            raise ApiError(message, code="invalid_purpose", param="purpose")
 
     async def _read(self, boundary: str, body: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Yield nothing (``b""``) where the file begins, then the file; keep the fields."""
@@ -189,16 +190,16 @@ class UploadForm:
         name = self._file_field
         if part.filename is None:
             message = f"the part {name!r} has no filename"
-            raise BatchRequestError(message, code="missing_filename", param=name)
+            raise ApiError(message, code="missing_filename", param=name)
         if self._has_file:
             message = "the form has more than one file"
-            raise BatchRequestError(message, code="too_many_files", param=name)
+            raise ApiError(message, code="too_many_files", param=name)
         if not 0 < len(part.filename) <= _MAX_FILENAME_CHARS:
             message = f"filename must have 1 to {_MAX_FILENAME_CHARS} characters"
-            raise BatchRequestError(message, code="invalid_filename", param=name)
+            raise ApiError(message, code="invalid_filename", param=name)
         self._has_file = True
         self.filename = part.filename
 
 
-def _malformed(reason: str) -> BatchRequestError:
-    return BatchRequestError(f"the form cannot be read: {reason}", code="invalid_form")
+def _malformed(reason: str) -> ApiError:
+    return ApiError(f"the form cannot be read: {reason}", code="invalid_form")

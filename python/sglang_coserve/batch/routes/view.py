@@ -10,11 +10,11 @@ import orjson
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from sglang_coserve.asgi import bearer_key, is_same_key
 from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
-from sglang_coserve.batch.routes.caller import EVERYBODY, find_service, owner_of
+from sglang_coserve.batch.routes.service import find_service
 from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.errors import RequestError, StorageError
+from sglang_coserve.web.keys import EVERYBODY, bearer_key, is_same_key, owner_of
 
 PAGE_PATH: Final = "/coserve"
 VIEW_PATH: Final = "/coserve/view"

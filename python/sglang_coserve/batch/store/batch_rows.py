@@ -10,12 +10,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from sglang_coserve.batch.errors import (
-    BatchRequestError,
-    ConflictError,
-    NotFoundError,
-    TooManyError,
-)
+from sglang_coserve.batch.errors import ConflictError, NotFoundError, TooManyError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
@@ -23,6 +18,7 @@ from sglang_coserve.batch.store import file_rows, pages
 from sglang_coserve.batch.store.file_rows import IS_UNFINISHED
 from sglang_coserve.batch.store.records import decode, encode
 from sglang_coserve.lines.engine_lines import LastRun
+from sglang_coserve.web.errors import ApiError
 
 _SELECT: Final = "SELECT record FROM batches"
 
@@ -85,7 +81,7 @@ def find_earlier(
 
     Raises:
         NotFoundError: the owner has no such input file.
-        BatchRequestError: the file is no input.
+        ApiError: the file is no input.
         ConflictError: the key was used for another request.
         TooManyError: there are as many unfinished batches as allowed.
         QuotaError: the owner has too much on the disk.
@@ -97,7 +93,7 @@ def find_earlier(
     file = file_rows.find(connection, record.owner, record.input_file_id, record.created_at_s)
     is_batch = record.response is None
     if file.purpose != ("batch" if is_batch else "response"):
-        raise BatchRequestError(
+        raise ApiError(
             f"file {file.id} has the purpose {file.purpose!r}: a batch needs purpose 'batch'",
             code="invalid_file_purpose",
             param="input_file_id",

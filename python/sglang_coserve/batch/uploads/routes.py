@@ -6,8 +6,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Path, Request
 
-from sglang_coserve.batch.routes.caller import Owner, Service
-from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, JsonRoute, OpenAIRoute
+from sglang_coserve.batch.routes.service import Service
 from sglang_coserve.batch.routes.transfers import UploadForm, form_of, received
 from sglang_coserve.batch.uploads.uploads import (
     CompleteUpload,
@@ -16,6 +15,8 @@ from sglang_coserve.batch.uploads.uploads import (
     UploadPart,
     Uploads,
 )
+from sglang_coserve.web.keys import Owner
+from sglang_coserve.web.routes import ERROR_RESPONSES, JsonRoute, OpenAIRoute
 
 _UPLOADS: Final[dict[str, Any]] = {
     "prefix": "/v1/uploads",

@@ -16,11 +16,12 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import BaseModel, Field
 
 from sglang_coserve.batch.context import JobContext, new_id
-from sglang_coserve.batch.errors import BatchRequestError, NotFoundError, TooLargeError
+from sglang_coserve.batch.errors import NotFoundError, TooLargeError
 from sglang_coserve.batch.file_store import FileStore, once
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.schemas import ExpiresAfter, FileObject, RequestBody, ignored_fields
 from sglang_coserve.batch.store import file_rows
+from sglang_coserve.web.errors import ApiError
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class Uploads:
         Raises:
             NotFoundError: there is no such upload or part, or it was completed or cancelled
                 meanwhile.
-            BatchRequestError: size or sum is not what was said; the parts stay.
+            ApiError: size or sum is not what was said; the parts stay.
         """
         upload, wanted = await self._find(owner, upload_id)
         parts = [
@@ -156,7 +157,7 @@ class Uploads:
         size_bytes = sum(part.size_bytes for part in parts)
         if size_bytes != wanted.bytes:
             message = f"the parts have {size_bytes:,} bytes, and {wanted.bytes:,} were announced"
-            raise BatchRequestError(message, code="size_mismatch", param="part_ids")
+            raise ApiError(message, code="size_mismatch", param="part_ids")
         joined = self._joined(parts, request.md5)
         file = await self.files.add_input(
             owner, wanted.filename, joined, lambda: wanted.expires_after
@@ -189,7 +190,7 @@ class Uploads:
                 yield piece
         if expected is not None and found.hexdigest() != expected.lower():
             message = f"the parts have the MD5 sum {found.hexdigest()}: send them again"
-            raise BatchRequestError(message, code="md5_mismatch", param="md5")
+            raise ApiError(message, code="md5_mismatch", param="md5")
 
     async def _find(self, owner: str, upload_id: str) -> tuple[FileRecord, CreateUpload]:
         upload = await self._row(owner, upload_id, file_rows.UPLOAD, "upload")

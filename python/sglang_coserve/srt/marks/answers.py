@@ -18,9 +18,9 @@ from typing import Any, Final
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Send
 
-from sglang_coserve.asgi import openai_error, send_json
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIER
 from sglang_coserve.srt.marks.wanted_model import in_protocol_of
+from sglang_coserve.web.asgi import openai_error, send_json
 
 _OVERLOADED: Final = HTTPStatus.SERVICE_UNAVAILABLE.value
 _STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")

@@ -19,9 +19,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_coserve.asgi import openai_error, route_path
 from sglang_coserve.srt.marks.wanted_model import in_protocol_of
 from sglang_coserve.told_faults import told_faults
+from sglang_coserve.web.asgi import openai_error, route_path
 
 _OWN_FORM: Final = "/v1/systemone"
 """Its protocol has a form of its own for invalid bodies."""

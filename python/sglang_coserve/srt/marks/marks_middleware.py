@@ -18,14 +18,6 @@ from typing import Any, Final
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_coserve.asgi import (
-    ENGINE_PATHS,
-    is_form,
-    known_paths,
-    replay,
-    route_path,
-    send_error,
-)
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.answers import OverloadAnswer, TierWriter
@@ -38,6 +30,14 @@ from sglang_coserve.srt.marks.http_marks import (
     tier_used,
 )
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, said_by_client
+from sglang_coserve.web.asgi import (
+    ENGINE_PATHS,
+    is_form,
+    known_paths,
+    replay,
+    route_path,
+    send_error,
+)
 
 _OPENAI_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 """Routes whose answers have a ``service_tier``."""

@@ -15,8 +15,8 @@ import orjson
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay, route_path
 from sglang_coserve.jsonl.request_line import not_served, served_name
+from sglang_coserve.web.asgi import ENGINE_PATHS, is_form, replay, route_path
 
 _OLLAMA_PATHS: Final = frozenset({"/api/chat", "/api/generate", "/api/show"})
 _ANTHROPIC_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.batch.record import BATCH_METRICS, batch_values
-from sglang_coserve.batch.routes.caller import find_service
+from sglang_coserve.batch.routes.service import find_service
 from sglang_coserve.lines.background import (
     BACKGROUND_METRICS,
     TaskSupervisor,

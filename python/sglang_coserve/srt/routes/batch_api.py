@@ -18,13 +18,7 @@ from msgspec.structs import replace
 
 from sglang_coserve.batch.api import add_batch_routes, event_delivery, operator_endpoints
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes.caller import (
-    set_admin_key,
-    set_not_ready,
-    set_one_owner,
-    set_service,
-    take_over,
-)
+from sglang_coserve.batch.routes.service import set_not_ready, set_service, take_over
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.http_lines.engine_load import ReplicaLoad, total
@@ -37,6 +31,7 @@ from sglang_coserve.srt.optional_parts import REQUEST_MOVES
 from sglang_coserve.srt.process_health import fatal_signals_recorded_in
 from sglang_coserve.srt.routes.drain import Drain, Health, add_drain_routes
 from sglang_coserve.srt.routes.step_routes import add_step_routes
+from sglang_coserve.web.keys import set_admin_key, set_one_owner
 
 _POLL_S: Final = 0.2
 

@@ -23,12 +23,13 @@ from fastapi import FastAPI, Query
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import route_path, send_error
 from sglang_coserve.batch.errors import ConflictError
-from sglang_coserve.batch.routes.caller import endpoints_of, operator_router
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines.line_server import LineServer
 from sglang_coserve.srt.monitoring.scheduler_query import PULSE, ask
+from sglang_coserve.web.asgi import route_path, send_error
+from sglang_coserve.web.keys import operator_router
+from sglang_coserve.web.routes import endpoints_of
 
 DRAIN_PATH: Final = "/coserve/drain"
 _DRAINING: Final = "draining"

@@ -19,7 +19,6 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_coserve import __version__
-from sglang_coserve.asgi import route_path, send_error
 from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
 from sglang_coserve.http_lines.engine_load import EngineLoad, ReplicaLoad, Versions, total
 from sglang_coserve.http_lines.messages import LOAD_PATH
@@ -36,6 +35,7 @@ from sglang_coserve.srt.routes.drain import Health
 from sglang_coserve.srt.routes.step_routes import STEPS_PATH, TRACE_PATH
 from sglang_coserve.view.page import Page
 from sglang_coserve.view.standing import History, standing
+from sglang_coserve.web.asgi import route_path, send_error
 
 INFO_PATHS: Final = ("/server_info", "/get_server_info")
 

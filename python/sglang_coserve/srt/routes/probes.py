@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import FramingMiddleware, route_path
+from sglang_coserve.web.asgi import FramingMiddleware, route_path
 
 PING_PATH: Final = "/ping"
 _NO_BODY: Final = [(b"content-length", b"0")]

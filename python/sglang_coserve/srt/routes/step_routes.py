@@ -12,12 +12,13 @@ from fastapi import FastAPI, Query
 from starlette.responses import Response
 
 from sglang_coserve.batch.errors import NotFoundError
-from sglang_coserve.batch.routes.caller import endpoints_of, operator_router
 from sglang_coserve.batch.routes.view import view_answer
 from sglang_coserve.srt.monitoring.scheduler_query import LAST_STEPS, LONGEST_STEPS, STEPS_OF, ask
 from sglang_coserve.srt.monitoring.step_ring import MOST_STEPS, StepDocument
 from sglang_coserve.srt.monitoring.step_trace import process_name, trace_events, trace_text
 from sglang_coserve.view.lateness import explain, step_text
+from sglang_coserve.web.keys import operator_router
+from sglang_coserve.web.routes import endpoints_of
 
 TRACE_PATH: Final = "/coserve/trace"
 STEPS_PATH: Final = "/coserve/steps"

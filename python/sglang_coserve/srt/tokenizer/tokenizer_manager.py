@@ -16,7 +16,6 @@ from typing import Any, Final
 from asgi_correlation_id import correlation_id
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_coserve.asgi import route_path
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
@@ -39,6 +38,7 @@ from sglang_coserve.srt.tokenizer.client_presence import (
     install_arrival_times,
 )
 from sglang_coserve.srt.tokenizer.request_ids import RequestIds
+from sglang_coserve.web.asgi import route_path
 
 logger = logging.getLogger(__name__)
 

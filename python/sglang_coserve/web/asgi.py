@@ -8,12 +8,9 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
-from secrets import compare_digest
 from typing import Any, ClassVar, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from sglang_coserve.errors import RequestError
 
 ENGINE_PATHS: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
@@ -66,29 +63,6 @@ def route_path(scope: Scope) -> str:
     """Return the path of a route: uvicorn puts ``--fastapi-root-path`` before it."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return the key in ``Authorization: Bearer KEY``; None without one.
-
-    The only reader of that header: whoever checks a key and whoever asks whose it is mean the same.
-
-    Args:
-        headers: Of an ASGI scope.
-
-    Raises:
-        RequestError: there is more than one such header.
-    """
-    values = [value for name, value in headers if name.lower() == b"authorization"]
-    if len(values) > 1:
-        raise RequestError(f"{len(values)} Authorization headers: send one")
-    scheme, _, key = values[0].partition(b" ") if values else (b"", b"", b"")
-    return (key.strip().decode("latin-1") or None) if scheme.lower() == b"bearer" else None
-
-
-def is_same_key(key: str | None, expected: str) -> bool:
-    """Return whether a client's key is the expected one, in a time that tells nothing about it."""
-    return key is not None and compare_digest(key.encode(), expected.encode())
 
 
 def is_form(scope: Scope) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from app_thread import TIMEOUT_S
 from body_server import BodyServer, serving
-from sglang_coserve.asgi import FramingMiddleware
+from sglang_coserve.web.asgi import FramingMiddleware
 
 CHUNKED = b"5\r\nhello\r\n0\r\n\r\n"
 

@@ -12,7 +12,7 @@ import pytest
 
 from app_thread import TIMEOUT_S
 from body_server import BodyServer, serving
-from sglang_coserve.asgi import UnreadBodyMiddleware
+from sglang_coserve.web.asgi import UnreadBodyMiddleware
 
 LONGEST_S = 0.5
 

@@ -1,4 +1,4 @@
-"""Answers every failed call with OpenAI's error object."""
+"""Routes that answer every failed call with OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, Final
 
-from fastapi import Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
@@ -16,8 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from sglang_coserve.asgi import openai_error
-from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.jsonl.body_limits import (
     BodyCheck,
@@ -26,6 +24,8 @@ from sglang_coserve.jsonl.body_limits import (
     BodyTooLargeError,
     mended_json,
 )
+from sglang_coserve.web.asgi import openai_error
+from sglang_coserve.web.errors import ApiError
 
 _JSON_LIMITS: Final = BodyLimits(1 << 20, max_values=11_000, max_objects=100, max_keys=1000)
 """A body that is no upload needs far less. The longest names 10,000 parts of one."""
@@ -68,10 +68,20 @@ OPERATOR_ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 """What an operator's routes answer beside these."""
 
 
-SERVICE_STATE: Final = "coserve_batch_service"
-"""Where an application has the service of its routes, or the reason why there is none."""
+_TOLD: Final = "coserve_told"
 
 _log = logging.getLogger(__name__)
+
+
+def tell_failures(app: FastAPI, told: Callable[[Exception], str]) -> None:
+    """Let ``told`` word for clients of ``app`` why a call failed; before that they learn only that
+    the server failed."""
+    setattr(app.state, _TOLD, told)
+
+
+def endpoints_of(router: APIRouter) -> list[Any]:
+    """Return the functions behind the routes."""
+    return [route.endpoint for route in router.routes if isinstance(route, APIRoute)]
 
 
 class OpenAIRoute(APIRoute):
@@ -154,7 +164,7 @@ def _invalid(error: RequestValidationError) -> Response:
 
 def _failed(error: CoserveError, request: Request) -> Response:
     match error:
-        case BatchRequestError():
+        case ApiError():
             answer = _error(error.status, str(error), error.code, error.param)
             answer.headers.update(error.headers)
             return answer
@@ -166,10 +176,8 @@ def _failed(error: CoserveError, request: Request) -> Response:
             status, code = HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error"
     # Here, and not where it is raised: logs have the paths of this machine.
     _log.error("%s: %s", request.url.path, error)
-    service = getattr(request.app.state, SERVICE_STATE, None)
-    if service is None or isinstance(service, BatchRequestError):
-        return _error(status, "the Batch API failed", code)
-    return _error(status, service.context.directory.told(error), code)
+    told = getattr(request.app.state, _TOLD, None)
+    return _error(status, "the server failed" if told is None else told(error), code)
 
 
 def _error(status: int, message: str, code: str, param: str | None = None) -> Response:

@@ -1,0 +1,1 @@
+"""HTTP as our servers speak it: middlewares, routes, errors and keys."""
