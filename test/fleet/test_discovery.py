@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Sequence
 
 import pytest
@@ -30,6 +31,24 @@ def test_a_name_stands_for_all_of_its_addresses() -> None:
     for bad in (*bad_ones, "http://user:pw@localhost:1"):
         with pytest.raises(ConfigError):
             DnsName(bad)
+
+
+async def test_a_name_that_is_denied_for_long_has_no_engines() -> None:
+    def fails(error: int) -> None:
+        async def getaddrinfo(*_: object, **__: object) -> None:
+            raise socket.gaierror(error, "cannot be looked up")
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gone, denied = DnsName("http://engines:1", gone_s=0.0), DnsName("http://engines:1")
+        fails(socket.EAI_NONAME)
+        assert await gone.urls() == []
+        with pytest.raises(ServerError, match="cannot be resolved"):
+            await denied.urls()
+        fails(socket.EAI_AGAIN)  # No resolver answers.
+        with pytest.raises(ServerError, match="cannot be resolved"):
+            await gone.urls()
 
 
 class Changing(EngineSource):

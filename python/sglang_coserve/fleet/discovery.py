@@ -16,6 +16,14 @@ from sglang_coserve.network import http_address
 _LOOK_INTERVAL_S: Final = 5.0
 """Engines come and go by the minute: they load a model first."""
 
+_GONE_S: Final = 60.0
+"""Time for which a resolver must deny a name before its engines are gone. A resolver that has just
+started denies names that it does not know yet, for some seconds."""
+
+_DENIED: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+"""Errors by which a resolver says that the name, or an address of it, does not exist. Where no
+resolver answers, the error is another one."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -51,12 +59,18 @@ class EngineList(EngineSource):
 class DnsName(EngineSource):
     """All addresses of a name, as of a headless service of Kubernetes."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, gone_s: float = _GONE_S) -> None:
         """``url`` is ``http://NAME:PORT``.
+
+        Args:
+            url: The name and the port of the engines.
+            gone_s: Time for which a name must be denied before it has no addresses.
 
         Raises:
             ConfigError: it is not.
         """
+        self._gone_s = gone_s
+        self._denied_since_s: float | None = None
         address = http_address(url, "--engine-dns")
         port = urlsplit(url).port  # Also the usual one, which httpx2 leaves out.
         if address.scheme != "http" or port is None or address.raw_path != b"/":
@@ -70,12 +84,22 @@ class DnsName(EngineSource):
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
+            if self._is_gone(error, loop.time()):
+                return []
             raise ServerError(f"{self._name} cannot be resolved: {error}") from error
+        self._denied_since_s = None
         hosts = sorted({str(address[0]) for *_, address in found})
         return [
             f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
             for host in hosts
         ]
+
+    def _is_gone(self, error: Exception, now_s: float) -> bool:
+        if not isinstance(error, socket.gaierror) or error.errno not in _DENIED:
+            return False
+        if self._denied_since_s is None:
+            self._denied_since_s = now_s
+        return now_s - self._denied_since_s >= self._gone_s
 
 
 async def follow(
@@ -87,7 +111,8 @@ async def follow(
     a source.
 
     Where a source fails, however it does, its last answer counts: otherwise an outage of the DNS
-    would take all engines away.
+    would take all engines away. A name that the DNS denies for long has no engines: its addresses
+    may be given to others, who would get prompts and the admin key.
     """
     if not sources:
         return
