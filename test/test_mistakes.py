@@ -62,7 +62,7 @@ MISTAKES = {
     f"{GATEWAY} --coserve-data-dir data --port 99999": "1 to 65535",
     f"{GATEWAY} --coserve-data-dir data --port 30000ms": "without a unit",
     f"{GATEWAY} --coserve-data-dir data --engin http://127.0.0.1:2": "did you mean --engine?",
-    f"{GATEWAY} --settings missing.toml": "cannot be read: No such file",
+    f"{GATEWAY} --config missing.yaml": "cannot be read: No such file",
     "gateway --engine 127.0.0.1:1 --coserve-data-dir data --engine-admin-key k": "http://HOST:PORT",
 }
 

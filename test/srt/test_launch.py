@@ -18,7 +18,7 @@ import pytest
 
 from forked_processes import ForkedServers
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.config.settings_file import Settings
+from sglang_coserve.config.config_file import Settings
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.guard.route_table import leaves
@@ -49,8 +49,8 @@ def launch_server(forked_servers: ForkedServers, tmp_path: Path) -> Callable[...
 def test_the_environment_is_set_before_sglang_is_imported(
     small_model: Path, tmp_path: Path
 ) -> None:
-    settings = tmp_path / "settings.toml"
-    settings.write_text(f'model-path = "{small_model}"')
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(f"model: {small_model}")
     program = (
         "import sys\n"
         "from sglang_coserve.srt import launch\n"
@@ -58,7 +58,7 @@ def test_the_environment_is_set_before_sglang_is_imported(
         "    print(model_path, 'sglang.srt' in sys.modules)\n"
         "    raise SystemExit\n"
         "launch.set_up_platform = seen\n"
-        f"launch.launch_server(['--settings', {str(settings)!r}])\n"
+        f"launch.launch_server(['--config', {str(settings)!r}])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
@@ -108,15 +108,15 @@ def test_flags_are_parsed_again_and_again_and_leave_sglang_as_it_was(small_model
 def test_a_file_may_have_every_flag_of_ours_and_of_sglang(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "coserve.toml"
+    file = tmp_path / "coserve.yaml"
     file.write_text(
-        f'model-path = "{small_model}"\nport = 1234\n'
-        '[serve]\nslo = ["ttft p99 <= 300ms", "tpot mean <= 50ms"]\nenable-metrics = true\n'
-        '[gateway]\nengine = ["http://a:1"]\n'
+        f"model-path: {small_model}\nport: 1234\n"
+        "slo: ['ttft p99 <= 300ms', 'tpot mean <= 50ms']\nenable-metrics: true\n"
+        "json_model_override_args: {max_position_embeddings: 64}\n"
     )
     monkeypatch.setenv("COSERVE_SERVED_MODEL_NAME", "m")
     names = launch._flag_names()
-    argv = Settings(["--settings", str(file), "--port", "4321"], "serve").command_line(names)
+    argv = Settings(["--config", str(file), "--port", "4321"]).command_line(names)
     server_args = launch.parse_server_args(argv, set_up_platform(None))
     settings = compat.settings_of(server_args)
     assert (server_args.port, settings.served_model_name) == (4321, "m")

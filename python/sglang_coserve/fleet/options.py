@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.config import BatchApiConfig
+from sglang_coserve.config.config_file import Settings
 from sglang_coserve.config.flags import FlagParser, add_flags, setting
-from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource
 from sglang_coserve.fleet.routed_engines import KEY_VARIABLE, RoutedEngines
@@ -137,7 +137,7 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
         SystemExit: argparse printed its help.
     """
     parser = _parser()
-    args = parser.parse_args(Settings(argv, "gateway").command_line(parser))
+    args = parser.parse_args(Settings(argv).command_line(parser))
     return GatewayOptions.from_mapping(vars(args))
 
 
@@ -147,9 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         description="One Batch API in front of many engines.",
         epilog="Example: coserve gateway --engine http://gpu-1:30001 --coserve-data-dir batches",
     )
-    parser.add_argument(
-        "--settings", metavar="FILE.toml", help="file of settings; flags win over it"
-    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="file of settings; flags win over it")
     shared = BatchApiConfig.__dataclass_fields__
     add_flags(parser, (field for field in fields(GatewayOptions) if field.name not in shared))
     BatchApiConfig.add_cli_args(parser)

@@ -19,8 +19,8 @@ from typing import Any
 
 from sglang_coserve.batch.routes.view import PAGE_PATH
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.config.config_file import Settings
 from sglang_coserve.config.flags import refuse
-from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import StartupError
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
@@ -60,8 +60,8 @@ def launch_server(argv: Sequence[str]) -> None:
     """
     compat.check_version()
     # SGLang reads the environment when it is first imported, be it for its flags.
-    settings = Settings(argv, "serve")
-    platform = set_up_platform(model_path_in(argv) or settings.one("model_path"))
+    settings = Settings(argv)
+    platform = set_up_platform(model_path_in(argv) or settings.one("model_path", "model"))
     server_args = parse_server_args(settings.command_line(_flag_names()), platform)
     from sglang_coserve.srt.profiling.latency_source import check_profile
     from sglang_coserve.srt.routes.batch_api import check_batch_settings
@@ -165,7 +165,6 @@ def _our_flags(platform: Platform) -> Iterator[None]:
     def add_with_ours(parser: argparse.ArgumentParser) -> None:
         add_cli_args(parser)
         CoserveConfig.add_cli_args(parser)
-        parser.add_argument("--settings", metavar="FILE.toml", help="file of settings")
         parser.set_defaults(**ANYWHERE, **platform.flags)
         parser.prog = "coserve serve"
         parser.epilog = (

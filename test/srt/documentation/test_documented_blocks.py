@@ -23,7 +23,7 @@ from srt.test_documented_flags import (
     options_of,
 )
 
-LANGUAGES = {"sh", "bash", "console", "python", "json", "nginx", "text", "toml", "yaml", ""}
+LANGUAGES = {"sh", "bash", "console", "python", "json", "nginx", "text", "yaml", ""}
 OTHERS = {
     ".",
     "cd",

@@ -1,22 +1,23 @@
-"""Settings of servers from one file and from the environment; what the command line says wins.
+"""Settings of servers from a file and from the environment; what the command line says wins.
 
-One TOML file may be for engines and gateways: tables [serve] and [gateway] are read by one command,
-what is above them by both. Names are those of flags. An environment variable is such a name, too:
-COSERVE_PORT, COSERVE_DATA_DIR; it wins over the file. Several values are a list in the file, and
-separated by spaces in a variable.
+The file is YAML, as SGLang's ``--config`` is: names of flags and their values. An environment
+variable is such a name, too: COSERVE_PORT, COSERVE_DATA_DIR; it wins over the file. Several values
+are a list in the file, and separated by spaces in a variable.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 import shlex
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from sglang_coserve.config.flags import FlagParser
 from sglang_coserve.errors import ConfigError, unreadable
@@ -32,34 +33,32 @@ in each container of the namespace; no port is meant."""
 _SWITCHES: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("0", "false", "no", "off"), False
 )
-_TABLES: Final = ("serve", "gateway")
 
 
 class Settings:
     """What the environment, a file and the command line say to a command.
 
-    The file is that of ``--settings``, or of the variable COSERVE_SETTINGS. It is read once, for it
-    may be a pipe.
+    The file is that of ``--config``, or of the variable COSERVE_CONFIG. It is read once, for it may
+    be a pipe.
     """
 
-    def __init__(self, argv: Sequence[str], table: str) -> None:
-        """``argv`` is the command line without the program's name; ``table`` is that of the command
-        in the file.
+    def __init__(self, argv: Sequence[str]) -> None:
+        """``argv`` is the command line without the program's name.
 
         Raises:
             ConfigError: the file cannot be read.
         """
         parser = FlagParser(add_help=False)
-        parser.add_argument("--settings", default=os.environ.get(f"{_PREFIX}SETTINGS"))
+        parser.add_argument("--config", default=os.environ.get(f"{_PREFIX}CONFIG"))
         chosen, self._rest = parser.parse_known_args(list(argv))
-        self._file: str | None = chosen.settings
-        self._in_file = _read(Path(self._file), table) if self._file else {}
+        self._file: str | None = chosen.config
+        self._in_file = _read(Path(self._file)) if self._file else {}
 
-    def one(self, name: str) -> str | None:
+    def one(self, name: str, *others: str) -> str | None:
         """Return a setting of environment or file, before the command's flags are known; None if
-        there is none."""
-        value = _in_environment(name) or self._in_file.get(name)
-        return None if value is None else str(value)
+        there is none. ``others`` are other spellings of the flag in a file."""
+        found = [_in_environment(name), *(self._in_file.get(each) for each in (name, *others))]
+        return next((str(value) for value in found if value is not None), None)
 
     def command_line(self, parser: argparse.ArgumentParser) -> list[str]:
         """Return the command line, with what environment and file add in front of it.
@@ -71,22 +70,27 @@ class Settings:
             ConfigError: a name or value in the file or the environment is unknown or wrong.
         """
         given = {word.partition("=")[0] for word in self._rest}
-        actions = dict(_settable(parser._actions))
-        for name in self._in_file:
-            if name not in actions:
-                near = difflib.get_close_matches(name, actions, 1)
+        in_file: dict[argparse.Action, tuple[str, Any]] = {}
+        actions = [action for action in parser._actions if _is_settable(action)]
+        by_name = {name: action for action in actions for name in _names(action)}
+        for name, value in self._in_file.items():
+            if name not in by_name:
+                near = difflib.get_close_matches(name, by_name, 1)
                 hint = f": did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"{self._file}: there is no setting {name!r}{hint}")
+            in_file[by_name[name]] = (f"{self._file}: {name}", value)
         flags: list[str] = []
-        for name, action in actions.items():
-            variable = f"{_PREFIX}{name.upper()}"
+        for action in actions:
             if not given.isdisjoint(action.option_strings):
                 continue
+            name = action.dest.removeprefix(_OWN)
+            variable = f"{_PREFIX}{name.upper()}"
             if found := _in_environment(name):
                 value = _parts(found, variable) if _takes_several(action) else found
                 flags += _flags(action, value, variable)
-            elif name in self._in_file:
-                flags += _flags(action, self._in_file[name], f"{self._file}: {name}")
+            elif action in in_file:
+                where, value = in_file[action]
+                flags += _flags(action, value, where)
         return [*flags, *self._rest]
 
 
@@ -96,32 +100,32 @@ def _in_environment(name: str) -> str | None:
     return None if is_link else value
 
 
-def _settable(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, argparse.Action]]:
-    for action in actions:
-        is_help = action.default is argparse.SUPPRESS or action.dest in (
-            "help",
-            "config",
-            "settings",
-        )
-        if action.option_strings and not is_help:
-            yield action.dest.removeprefix(_OWN), action
+def _is_settable(action: argparse.Action) -> bool:
+    is_help = action.default is argparse.SUPPRESS or action.dest in ("help", "config")
+    return bool(action.option_strings) and not is_help
 
 
-def _read(path: Path, table: str) -> Mapping[str, Any]:
+def _names(action: argparse.Action) -> set[str]:
+    spellings = (action.dest, *(each[2:] for each in action.option_strings if each[:2] == "--"))
+    return {_normalized(each) for each in spellings}
+
+
+def _normalized(name: str) -> str:
+    return name.replace("-", "_").removeprefix(_OWN)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(unreadable(path, error)) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-    shared = {name: value for name, value in content.items() if name not in _TABLES}
-    own = content.get(table, {})
-    if not isinstance(own, dict):
-        raise ConfigError(f"{path}: {table} is a table, [{table}]")
-    return {
-        name.replace("-", "_").removeprefix(_OWN): value
-        for name, value in {**shared, **own}.items()
-    }
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ConfigError(f"{path}: write a mapping of names to values, such as 'port: 30000'")
+    return {_normalized(name): value for name, value in content.items()}
 
 
 def _takes_several(action: argparse.Action) -> bool:
@@ -151,9 +155,18 @@ def _flags(action: argparse.Action, value: Any, where: str) -> list[str]:
             return [each for each in action.option_strings if each.startswith("--no-") != is_on]
         return [flag] if is_on else []
     values = value if isinstance(value, list) else [value]
-    words = [str(each) for each in values if type(each) in (str, int, float)]
+    words = [word for each in values if (word := _word(action, each)) is not None]
     if len(words) < len(values) or (len(words) != 1 and not _takes_several(action)):
         raise ConfigError(f"{where} cannot be {value!r}")
     if action.nargs in ("+", "*"):
-        return [flag, *words]
+        return [flag, *words] if words else []
     return [f"{flag}={word}" for word in words]
+
+
+def _word(action: argparse.Action, value: Any) -> str | None:
+    """Return a value as a word of a command line; None if the flag cannot have the value."""
+    if isinstance(value, bool):
+        return None if action.type in (int, float) else str(value).lower()
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return str(value) if isinstance(value, (str, int, float)) else None

@@ -8,21 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_coserve.config.settings_file import Settings
+from sglang_coserve.config.config_file import Settings
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.options import parse_options
 
 FILE = """
-data-dir = "data"
-port = 4000
-
-[serve]
-model-path = "model"
-
-[gateway]
-engine = ["http://a:1", "http://b:1"]
-engine-admin-key = "secret"
-batch-max-lines = 7
+data-dir: data
+port: 4000
+engine: [http://a:1, http://b:1]
+engine-admin-key: secret
+batch-max-lines: 7
 """
 
 
@@ -34,27 +29,27 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    path = tmp_path / "coserve.toml"
+    path = tmp_path / "coserve.yaml"
     path.write_text(FILE)
     return str(path)
 
 
 def test_the_documented_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
-    path = tmp_path / "coserve.toml"
-    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    path = tmp_path / "coserve.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
     monkeypatch.setenv("COSERVE_ENGINE_ADMIN_KEY", "secret")
-    found = parse_options(["--settings", str(path)])
+    found = parse_options(["--config", str(path)])
     assert len(found.engine) == 2
 
 
 def test_the_environment_wins_over_the_file_and_flags_win_over_both(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = parse_options(["--settings", file])
+    found = parse_options(["--config", file])
     assert (found.port, found.data, found.batch_max_lines) == (4000, Path("data"), 7)
     assert found.engine == ["http://a:1", "http://b:1"]
-    monkeypatch.setenv("COSERVE_SETTINGS", file)
+    monkeypatch.setenv("COSERVE_CONFIG", file)
     monkeypatch.setenv("COSERVE_PORT", "5000")
     monkeypatch.setenv("COSERVE_DATA_DIR", "elsewhere")
     monkeypatch.setenv("COSERVE_ENGINE", "http://c:1 http://d:1")
@@ -71,37 +66,44 @@ def test_the_environment_wins_over_the_file_and_flags_win_over_both(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("prot = 1", "no setting 'prot': did you mean port?"),
-        ("[gateway]\nmodel-path = 'm'", "no setting 'model_path'"),
-        ("batch-max-lines = true", "batch_max_lines"),
-        ("host = ['a', 'b']", "host"),
-        ("port = ", "is not TOML"),
-        ("gateway = 1", r"gateway is a table"),
+        ("prot: 1", "no setting 'prot': did you mean port?"),
+        ("model-path: m", "no setting 'model_path'"),
+        ("batch-max-lines: true", "batch_max_lines cannot be True"),
+        ("host: [a, b]", "host"),
+        ("port:", "port cannot be None"),
+        ("port: [", "is not YAML"),
+        ("[gateway]", "write a mapping"),
+        ("1: 2", "write a mapping"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(content: str, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "coserve.toml"
+    path = tmp_path / "coserve.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=says):
-        parse_options(["--settings", str(path)])
-    with pytest.raises(ConfigError, match=r"missing.toml: cannot be read"):
-        parse_options(["--settings", str(tmp_path / "missing.toml")])
+        parse_options(["--config", str(path)])
+    with pytest.raises(ConfigError, match=r"missing.yaml: cannot be read"):
+        parse_options(["--config", str(tmp_path / "missing.yaml")])
 
 
 def test_every_kind_of_flag_can_be_set(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--many", nargs="+", type=int)
-    parser.add_argument("--on", action="store_true")
-    parser.add_argument("--off", action="store_true")
+    parser.add_argument("--turn-on", action="store_true")
+    parser.add_argument("--turn-off", action="store_true")
     parser.add_argument("--rate", "-r", type=float, required=True)
-    path = tmp_path / "coserve.toml"
+    path = tmp_path / "coserve.yaml"
+    parser.add_argument("--object", "--other")
+    parser.add_argument("--told")
     parser.add_argument("--either", action=argparse.BooleanOptionalAction, default=True)
-    argv = ["--settings", str(path)]
-    path.write_text("many = [1, 2]\non = true\noff = false\nrate = 0.5\neither = false\n")
-    found = parser.parse_args(Settings(argv, "serve").command_line(parser))
-    assert (found.many, found.on, found.off, found.rate) == ([1, 2], True, False, 0.5)
-    assert found.either is False
-    found = parser.parse_args(Settings(["-r", "2", *argv], "serve").command_line(parser))
+    argv = ["--config", str(path)]
+    path.write_text(
+        "many: [1, 2]\nturn-on: true\nturn-off: false\nrate: 0.5\neither: false\n"
+        "other: {a: [1]}\ntold: true\n"
+    )
+    found = parser.parse_args(Settings(argv).command_line(parser))
+    assert (found.many, found.turn_on, found.turn_off, found.rate) == ([1, 2], True, False, 0.5)
+    assert (found.either, found.object, found.told) == (False, '{"a": [1]}', "true")
+    found = parser.parse_args(Settings(["-r", "2", *argv]).command_line(parser))
     assert found.rate == 2.0
 
 
@@ -109,16 +111,16 @@ def test_values_with_spaces_stay_whole(tmp_path: Path, monkeypatch: pytest.Monke
     parser = argparse.ArgumentParser()
     parser.add_argument("--slo", nargs="+", action="extend")
     parser.add_argument("--lora-paths", nargs="*")
-    path = tmp_path / "coserve.toml"
+    path = tmp_path / "coserve.yaml"
 
     def found(name: str = "slo") -> list[str]:
-        settings = Settings(["--settings", str(path)], "serve")
+        settings = Settings(["--config", str(path)])
         return getattr(parser.parse_args(settings.command_line(parser)), name)
 
     ttft, tpot = "ttft p99 <= 300ms", "tpot mean <= 50ms"
-    path.write_text(f'slo = "{ttft}"')
+    path.write_text(f"slo: {ttft}")
     assert found() == [ttft]
-    path.write_text(f'slo = ["{ttft}", "{tpot}"]')
+    path.write_text(f"slo: ['{ttft}', '{tpot}']")
     assert found() == [ttft, tpot]
     monkeypatch.setenv("COSERVE_SLO", f"'{ttft}' '{tpot}'")
     assert found() == [ttft, tpot]
@@ -131,22 +133,22 @@ def test_values_with_spaces_stay_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_file_may_be_a_pipe() -> None:
-    """As with ``--settings <(decrypt settings.toml)``: it can be read once."""
+    """As with ``--config <(decrypt settings.yaml)``: it can be read once."""
     reader, writer = os.pipe()
-    os.write(writer, b'model-path = 5\nhost = "h"\n')
+    os.write(writer, b"model: 5\nhost: h\n")
     os.close(writer)
-    settings = Settings(["--settings", f"/dev/fd/{reader}"], "serve")
+    settings = Settings(["--config", f"/dev/fd/{reader}"])
     os.close(reader)
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model-path")
+    parser.add_argument("--model-path", "--model")
     parser.add_argument("--host")
-    assert settings.one("model_path") == "5"
+    assert settings.one("model_path", "model") == "5"
     assert settings.command_line(parser) == ["--model-path=5", "--host=h"]
 
 
 def test_a_file_that_is_not_named_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="--settings: expected one argument"):
-        Settings(["--settings"], "serve")
+    with pytest.raises(ConfigError, match="--config: expected one argument"):
+        Settings(["--config"])
 
 
 def test_the_address_of_a_service_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,7 @@ def test_the_address_of_a_service_is_no_port(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("COSERVE_PORT", "tcp://10.0.0.1:30000")
     arguments = ["--engine", "http://a:1", "--coserve-data-dir", "data"]
     assert parse_options(arguments).port == parse_options([*arguments, "--port", "30000"]).port
-    assert Settings([], "serve").one("port") is None
+    assert Settings([]).one("port") is None
     monkeypatch.setenv("COSERVE_PORT", "tcp:4000")
     with pytest.raises(ConfigError, match="tcp:4000"):
         parse_options(arguments)
