@@ -8,7 +8,8 @@ streams run all the time, with ``--pictures`` also of images; their greedy answe
 the undisturbed server. Meanwhile a single server gets malformed requests and refuses requests by
 a full queue, and is killed, stopped, frozen, starved of disk, aborted or given its weights again,
 or loses what it had not synced, one after the other, and is started again. In a fleet engines and
-the gateway are killed, drained and frozen, while the rest goes on; online requests go through
+the gateway are killed, drained and frozen, connections are cut and adapters unloaded, while the
+rest goes on. An engine with another model is there all the time. Online requests go through
 ``--router``. Writes ``results.json`` and ``table.md``; exits with 1 when a target is missed.
 Ctrl-C ends the injuries, and the figures are those until then.
 """
@@ -33,7 +34,8 @@ from typing import Any, Final
 
 import orjson
 
-from chaos_bench.answers import CHAT, COMPLETIONS, known_answers
+from chaos_bench.adapter import make_adapter
+from chaos_bench.answers import ADAPTER, CHAT, COMPLETIONS, known_answers
 from chaos_bench.batches import DRAIN_TIMEOUT_S, Batches
 from chaos_bench.figures import ChaosError, report
 from chaos_bench.injuries import OF_A_FLEET, OF_A_SERVER, injuries_of
@@ -51,6 +53,9 @@ CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "reques
 """Requests that once ended or stalled a server, or might."""
 
 _POLL_S: Final = 0.2
+_ADAPTER_SHARE: Final = 0.2
+"""Share of a fleet's requests that ask for the adapter."""
+
 _ANSWER_TIMEOUT_S: Final = 240.0
 """Of what sends requests: more than one may take."""
 
@@ -83,18 +88,27 @@ def run(options: argparse.Namespace) -> Verdict:
     corpus = read_corpus() if options.storms else []
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         work = Path(directory)
+        model = _model(options, work)
+        adapter = canary_model = None
+        if options.engines:
+            adapter = make_adapter(model, work / "adapter")
+            canary_model = make_small_model(work / "canary", SmallModelSpec(seed=1))
         servers = stack.enter_context(
             Servers(
-                _flags(options, work),
+                _flags(options, model, adapter),
                 work,
                 out,
                 engines=options.engines,
+                canary_model=canary_model,
+                adapter=adapter,
                 spares_one=options.router is not None,
                 seed=options.seed,
             )
         )
         engine_urls = [engine.base_url for engine in servers.engines]
-        known = known_answers(engine_urls[0], options.known, options.seed, options.pictures)
+        adapter_share = _ADAPTER_SHARE if options.engines else 0.0
+        shares = (options.pictures, adapter_share)
+        known = known_answers(engine_urls[0], options.known, options.seed, *shares)
         online_url = engine_urls[0]
         if options.router:
             log = out / "router.log"
@@ -102,7 +116,7 @@ def run(options: argparse.Namespace) -> Verdict:
             online_url = stack.enter_context(router).base_url
         probes = Probes(
             online_url,
-            known,
+            [each for each in known if each.model == "default"],  # A router knows no adapters.
             options.seed,
             work / "end",
             servers.pid_file,
@@ -189,20 +203,24 @@ def _waited(sending: AsyncResult[Any], servers: Servers, timeout_s: float) -> An
     return sending.get()
 
 
-def _flags(options: argparse.Namespace, work: Path) -> list[str]:
-    model = options.model_path
-    if model is None:
-        model = str(
-            make_vision_model(work / "model")
-            if options.pictures
-            else make_small_model(work / "model", SmallModelSpec())
-        )
+def _model(options: argparse.Namespace, work: Path) -> Path:
+    if options.model_path is not None:
+        return Path(options.model_path)
+    if options.pictures:
+        return make_vision_model(work / "model")
+    return make_small_model(work / "model", SmallModelSpec())
+
+
+def _flags(options: argparse.Namespace, model: Path, adapter: Path | None) -> list[str]:
     # The corpus names its model, and a line with another would fail its batch; a router sends a
     # completion to who serves its model.
     name = "default" if options.engines else "small"
     queue = [] if options.engines else ["--max-queued-requests", str(options.max_queued_requests)]
-    flags = ["--model-path", model, "--served-model-name", name, "--log-level", "warning"]
-    return [*flags, *queue, *options.server_flag]
+    flags = ["--model-path", str(model), "--served-model-name", name, "--log-level", "warning"]
+    lora: list[str] = []
+    if adapter is not None:
+        lora = ["--enable-lora", "--lora-paths", f"{ADAPTER}={adapter}"]
+    return [*flags, *queue, *lora, *options.server_flag]
 
 
 def read_corpus() -> list[tuple[str, bytes]]:

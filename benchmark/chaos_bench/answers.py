@@ -16,6 +16,8 @@ from chaos_bench.vision_model import random_picture
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 
+ADAPTER: Final = "dialect"
+
 _WORDS: Final = ("mill", "river", "lamp", "boat", "rain", "harbour", "letter", "winter", "road")
 _PROMPT_WORDS: Final = (4, 200)
 _OUTPUT_TOKENS: Final = (8, 160)
@@ -34,6 +36,9 @@ class KnownAnswer:
     picture: str | None = None
     """A ``data:`` URL; the request is a chat then, and a completion otherwise."""
 
+    model: str = "default"
+    """Name of the model, with an adapter behind a colon."""
+
     @property
     def path(self) -> str:
         """Where it is asked."""
@@ -41,7 +46,7 @@ class KnownAnswer:
 
     def body(self, **extra: Any) -> dict[str, Any]:
         """Return what asks for it."""
-        body = completion_body(self.prompt, self.max_tokens, **extra)
+        body = completion_body(self.prompt, self.max_tokens, model=self.model, **extra)
         if self.picture is not None:
             text = {"type": "text", "text": body.pop("prompt")}
             picture = {"type": "image_url", "image_url": {"url": self.picture}}
@@ -62,11 +67,12 @@ def answered_text(choice: dict[str, Any]) -> str:
 
 
 def known_answers(
-    base_url: str, count: int, seed: int, picture_share: float = 0.0
+    base_url: str, count: int, seed: int, picture_share: float = 0.0, adapter_share: float = 0.0
 ) -> list[KnownAnswer]:
     """Ask a server that nothing else is asked of; answers that rounding may change are left out.
 
-    ``picture_share`` of the requests have a picture, which the model must take.
+    ``picture_share`` of the requests have a picture, which the model must take, and
+    ``adapter_share`` ask for the adapter ``ADAPTER``, which the server must have.
 
     Raises:
         ChaosError: it does not answer.
@@ -80,6 +86,8 @@ def known_answers(
             asked = KnownAnswer(" ".join(words), rng.randint(*_OUTPUT_TOKENS), "")
             if rng.random() < picture_share:
                 asked = replace(asked, picture=random_picture(rng))
+            if rng.random() < adapter_share:
+                asked = replace(asked, model=f"default:{ADAPTER}")
             is_chat = asked.path == CHAT
             logprobs = {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
             try:

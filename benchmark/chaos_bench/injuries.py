@@ -19,8 +19,9 @@ from typing import Final
 import httpx2
 import psutil
 
+from chaos_bench.answers import ADAPTER
 from chaos_bench.figures import ChaosError, Interval
-from chaos_bench.servers import SETTLE_S, Hurt, Servers
+from chaos_bench.servers import ADMIN_KEY, SETTLE_S, Hurt, Servers
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
 
@@ -33,6 +34,8 @@ _FULL_DISK_S: Final = 4.0
 _FAILING_SYNCS_S: Final = 4.0
 _CUTS: Final = 8
 _CUT_EVERY_S: Final = 3.0
+_UNLOADED_S: Final = 5.0
+"""Time for which an engine is without its adapter."""
 
 Injury = Callable[[Servers], bool]
 """False when no engine is there to be hurt."""
@@ -185,6 +188,29 @@ def restart_all(servers: Servers) -> bool:
     return True
 
 
+def freeze_all(servers: Servers) -> bool:
+    """Stop all engines for a while, but for one that a router needs. The canary, which has another
+    model, goes on answering the gateway."""
+    wait(servers.being_hurt.values())
+    wait([servers.begin_to_hurt(each, freeze) for each in servers.engines[servers.spared :]])
+    return True
+
+
+def reload_adapters(servers: Servers) -> bool:
+    """Unload the adapter from one engine after the other, and load it again."""
+    for engine in servers.engines:
+        wait(servers.being_hurt.values())
+        servers.begin_to_hurt(engine, reload_adapter).result()
+    return True
+
+
+def reload_adapter(servers: Servers, server: LocalServer) -> None:
+    """Unload the adapter from an engine, and load it again."""
+    _post(server, "/unload_lora_adapter", lora_name=ADAPTER)
+    time.sleep(_UNLOADED_S)
+    _post(server, "/load_lora_adapter", lora_name=ADAPTER, lora_path=str(servers.adapter))
+
+
 def _of_one(hurt: Hurt) -> Injury:
     return lambda servers: servers.hurt_one(hurt)
 
@@ -211,6 +237,8 @@ OF_A_FLEET: Final[Mapping[str, Injury]] = {
     "SIGSTOP of a scheduler": _of_one(freeze_scheduler),
     "connections cut every 3 s": cut_connections,
     "rolling restart": restart_all,
+    "SIGSTOP of all engines beside a canary": freeze_all,
+    "an adapter unloaded and loaded again": reload_adapters,
 }
 
 
@@ -222,7 +250,10 @@ def injuries_of(engines: int) -> Mapping[str, Injury]:
 def _post(server: LocalServer, path: str, **body: str) -> None:
     try:
         url = f"{server.base_url}{path}"
-        httpx2.post(url, json=body, timeout=_CALL_TIMEOUT_S, trust_env=False).raise_for_status()
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        timeout_s = _CALL_TIMEOUT_S
+        answer = httpx2.post(url, json=body, headers=headers, timeout=timeout_s, trust_env=False)
+        answer.raise_for_status()
     except httpx2.HTTPError as error:
         raise ChaosError(f"POST {path}: {error}") from error
 

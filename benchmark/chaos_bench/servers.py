@@ -19,7 +19,7 @@ from chaos_bench.torn_tails import DiskFaults
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
 
-_KEY: Final = "the engines' admin key"
+ADMIN_KEY: Final = "the engines' admin key"
 _READY_TIMEOUT_S: Final = 300.0
 """For a server that starts, on a machine with other work."""
 
@@ -46,6 +46,8 @@ class Servers:
         logs: Path,
         *,
         engines: int = 0,
+        canary_model: Path | None = None,
+        adapter: Path | None = None,
         spares_one: bool = False,
         seed: int = 0,
     ) -> None:
@@ -56,6 +58,9 @@ class Servers:
             work: Where data go.
             logs: Where logs go, one of each start.
             engines: Of a fleet; 0: one server and no gateway.
+            canary_model: Another model, which one more engine of the gateway has under the same
+                name; no line is for it.
+            adapter: The adapter that all engines of a fleet start with.
             spares_one: Never hurt all engines at a time, as a router must have one to send to.
             seed: Of what is hurt, and what is torn.
         """
@@ -67,18 +72,26 @@ class Servers:
         self._log_folder = logs
         self._logs: dict[LocalServer, Path] = {}
         self.is_fleet = engines > 0
-        self._spared = 1 if spares_one else 0
+        self.spared = 1 if spares_one else 0
         self.model_path = flags[list(flags).index("--model-path") + 1]
         keeps = ["--coserve-data-dir", str(work / "data")]
+        self.adapter = adapter
+        self.canaries: list[LocalServer] = []
+        """Engines with another model; nothing is done to them."""
+
         self._stack = ExitStack()
         if self.is_fleet:
             few = {"OMP_NUM_THREADS": "1"}  # Several share the cores.
-            flags = [*flags, "--admin-api-key", _KEY]
+            flags = [*flags, "--admin-api-key", ADMIN_KEY]
             self.engines = [self._made(f"engine-{n}", flags, few) for n in range(engines)]
+            if canary_model is not None:
+                flags[flags.index("--model-path") + 1] = str(canary_model)
+                self.canaries = [self._made("canary", flags, few)]
             self.proxies = CutProxies([engine.port for engine in self.engines])
-            addresses = self._stack.enter_context(self.proxies).urls
+            addresses = list(self._stack.enter_context(self.proxies).urls)
+            addresses += [canary.base_url for canary in self.canaries]
             urls = [word for address in addresses for word in ("--engine", address)]
-            environment = {"COSERVE_ENGINE_ADMIN_KEY": _KEY}
+            environment = {"COSERVE_ENGINE_ADMIN_KEY": ADMIN_KEY}
             module = "sglang_coserve.fleet"
             self.keeper = self._made("gateway", [*keeps, *urls], environment, module=module)
         else:
@@ -111,7 +124,7 @@ class Servers:
 
     def __enter__(self) -> Self:
         try:
-            list(self._pool.map(self.start, self.engines))
+            list(self._pool.map(self.start, [*self.engines, *self.canaries]))
             if self.is_fleet:
                 self.start(self.keeper)
         except BaseException:
@@ -122,7 +135,7 @@ class Servers:
     def __exit__(self, *error: object) -> None:
         self._is_ending = True
         self.keeper.stop()
-        for engine in self.engines:
+        for engine in (*self.engines, *self.canaries):
             if not engine.has_ended:
                 engine.kill()
         self._pool.shutdown()
@@ -145,7 +158,7 @@ class Servers:
 
     def restart_ended(self) -> None:
         """Start servers again that have ended by themselves."""
-        for server in {*self._well(), self.keeper}:
+        for server in {*self._well(), *self.canaries, self.keeper}:
             if server.has_ended:
                 self.unexpected_ends += 1
                 self._hurt(server, lambda _servers, _server: time.monotonic())
@@ -153,7 +166,7 @@ class Servers:
     def hurt_one(self, hurt: Hurt) -> bool:
         """Hurt an engine, or the only server, which is waited for."""
         well = self._well()
-        if len(well) <= self._spared:
+        if len(well) <= self.spared:
             return False
         hurting = self.begin_to_hurt(self.rng.choice(well), hurt)
         if not self.is_fleet:
@@ -219,7 +232,7 @@ class Servers:
                 self.start(server)
             except (StartupError, OSError) as error:
                 self.fail(str(error))
-            if self._spared:
+            if self.spared:
                 time.sleep(_REJOIN_S)
         if began_s is not None:
             until_s = end_s if self.is_fleet else time.monotonic() + SETTLE_S

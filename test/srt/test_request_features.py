@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
+from chaos_bench.adapter import MODULES, RANK, make_adapter
 from srt import test_scheduler as scenarios
 from srt.safepoint.random_suspensions import suspensions_of
 from srt.scripted_engine import EngineProcess, ScriptedEngine
 from srt.test_planned_scheduler import LOOSE, TIGHT
 
 ADAPTERS = ("poet", "clerk", "pilot")
-LORA_RANK = 4
-LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 PLACES = 3
 """Adapters in one batch: one less than there are, with the bare model."""
 
@@ -89,28 +86,10 @@ class Ask:
 
 @pytest.fixture(scope="module")
 def adapter_paths(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random adapters of the attention, strong enough to change every output."""
-    weights = load_file(small_model / "model.safetensors")
-    modules = {
-        name.removesuffix(".weight"): weight.shape
-        for name, weight in weights.items()
-        if name.endswith(tuple(f"{module}.weight" for module in LORA_MODULES))
+    return {
+        adapter: make_adapter(small_model, tmp_path_factory.mktemp(adapter), seed)
+        for seed, adapter in enumerate(ADAPTERS)
     }
-    paths = {}
-    for seed, adapter in enumerate(ADAPTERS):
-        generator = torch.Generator().manual_seed(seed)
-        tensors = {}
-        for module, (requests, columns) in modules.items():
-            key = f"base_model.model.{module}"
-            a, b = (LORA_RANK, columns), (requests, LORA_RANK)
-            tensors[f"{key}.lora_A.weight"] = torch.randn(a, generator=generator) / columns**0.5
-            tensors[f"{key}.lora_B.weight"] = torch.randn(b, generator=generator)
-        paths[adapter] = tmp_path_factory.mktemp(adapter)
-        save_file(tensors, paths[adapter] / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_RANK, "bias": "none"}
-        config_text = json.dumps({**config, "target_modules": LORA_MODULES})
-        (paths[adapter] / "adapter_config.json").write_text(config_text)
-    return paths
 
 
 def load_adapters(engine: ScriptedEngine, paths: dict[str, Path]) -> None:
@@ -134,8 +113,8 @@ def start(start_engine: Start, adapter_paths: dict[str, Path]) -> Start:
         process = start_engine(
             enable_custom_logit_processor=True,
             enable_lora=True,
-            max_lora_rank=LORA_RANK,
-            lora_target_modules=frozenset(LORA_MODULES),
+            max_lora_rank=RANK,
+            lora_target_modules=frozenset(MODULES),
             max_loras_per_batch=PLACES,
             **settings,
         )
