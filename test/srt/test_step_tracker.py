@@ -18,7 +18,7 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.compat import set_computed_tokens
 from sglang_coserve.srt.steps.engine_requests import EngineRequests
 from sglang_coserve.srt.steps.snapshots import decoding_requests
-from sglang_coserve.srt.steps.step_record import StepRecord, Suspension
+from sglang_coserve.srt.steps.step_record import Reception, StepRecord, Suspension
 from sglang_coserve.srt.steps.step_tracker import StepTracker, TrackedStep
 
 
@@ -211,8 +211,8 @@ def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran()
     record = tracker.dropped(step, ["a"], 2.0)
     assert record.result == StepResult(0, 1.0, 0.5, dropped=("a",))
     assert (record.suspensions, record.is_dropped) == ((Suspension(2, 1.5, 2.0),), True)
-    assert [(one.info.rid, one.is_new, one.token_s) for one in record.requests] == [
-        ("a", True, None)
+    assert [(one.info.rid, one.reception, one.token_s) for one in record.requests] == [
+        ("a", Reception(None, 1.0, has_grammar=False), None)
     ]
     tracker.launched(None)
     assert tracker.next_pass(2.0) == []
@@ -229,9 +229,10 @@ def test_a_record_has_the_requests_of_both_classes_and_their_tokens() -> None:
     reqs[0].output_ids.append(7)
     tracker.processed(reqs, 1.75)  # More of the other prompt is to be computed.
     (record,) = tracker.next_pass(2.0)
-    assert [(one.info.rid, one.token_s, one.last_s, one.is_new) for one in record.requests] == [
-        ("a", 1.75, None, True),
-        ("b", None, None, True),
+    came = Reception(None, 0.5, has_grammar=False)
+    assert [(one.info.rid, one.token_s, one.last_s, one.reception) for one in record.requests] == [
+        ("a", 1.75, None, came),
+        ("b", None, None, came),
     ]
     assert [one.info.rid for one in record.first] == ["a"]
     assert (record.launched_s, record.paced_s, record.ended_s) == (1.1, 0.25, 1.75)
@@ -241,7 +242,7 @@ def test_a_record_has_the_requests_of_both_classes_and_their_tokens() -> None:
     processed(tracker, reqs[0], now_s=2.5)
     (record,) = tracker.next_pass(3.0)
     (row,) = record.requests
-    assert (row.token_s, row.last_s, row.prompt_tokens, row.is_new) == (2.5, 1.75, 0, False)
+    assert (row.token_s, row.last_s, row.prompt_tokens, row.reception) == (2.5, 1.75, 0, None)
     assert (record.first, [info.rid for info in record.left]) == ((), ["b"])
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import re
 from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_coserve.core.step import Bound
+from sglang_coserve.core.step import Bound, PromptStop
 from sglang_coserve.view import lateness
 from sglang_coserve.view.lateness import explain, explanation_text, step_text
 
 Story = dict[str, Any]
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def step(begins_s: float, ended_s: float, role: str = "waits", **more: Any) -> Story:
@@ -115,7 +122,7 @@ def test_the_parts_of_a_late_first_token_add_up() -> None:
     assert first["seconds"] == pytest.approx(0.212)
     assert sum(first["parts"].values()) == pytest.approx(0.212)
     expected = {"running_s": 0.06, "queued_s": 0.005, "own_s": 0.142, "paced_s": 0.004}
-    expected |= {"host_s": 0.001, "unknown_s": 0.0}
+    expected |= {"host_s": 0.001, "unknown_s": 0.0, "prepared_s": 0.0, "grammar_s": 0.0}
     assert first["parts"] == pytest.approx(expected)
     assert (first["computed_tokens"], first["cached_tokens"]) == (8000, 192)
     assert found["verdict"] == (
@@ -133,6 +140,44 @@ def test_a_step_that_was_launched_ahead_counts_as_one_that_ran() -> None:
     parts = found["first_token"]["parts"]
     assert (parts["running_s"], parts["queued_s"]) == pytest.approx((0.1, 0.0))
     assert "behind 2 steps of online requests that ran when it came" in found["verdict"]
+
+
+def test_the_way_to_the_scheduler_is_told_apart_from_steps_that_ran_meanwhile() -> None:
+    steps = step(9.9, 10.1), step(10.1, 10.3), prefill(10.3, 10.4, 8192, gap_s=0.4)
+    sent = {"sent_s": 10.25, "queued_s": 10.28, "has_grammar": False}
+    found = explain(story(*steps, **sent))
+    parts = found["first_token"]["parts"]
+    assert parts["prepared_s"] == pytest.approx(0.25)
+    assert (parts["running_s"], parts["queued_s"]) == pytest.approx((0.05, 0.0))
+    assert sum(parts.values()) == pytest.approx(0.4)
+    assert "250 ms in the HTTP server's process, which prepared it" in found["verdict"]
+    sent = {"sent_s": 10.01, "queued_s": 10.29, "has_grammar": True}
+    parts = explain(story(*steps, **sent))["first_token"]["parts"]
+    assert (parts["prepared_s"], parts["grammar_s"]) == pytest.approx((0.01, 0.28))
+    assert sum(parts.values()) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("stop", "why"),
+    [
+        (PromptStop.MEMORY, " for lack of KV memory"),
+        (PromptStop.PACE, " since streams left no time"),
+        (PromptStop.FULL, " since they were full"),
+        (None, ""),
+    ],
+)
+def test_it_is_told_why_steps_left_a_prompt_out(stop: PromptStop | None, why: str) -> None:
+    left_out = step(10.0, 10.3)
+    left_out["plan"]["prompt_stop"] = None if stop is None else stop.value
+    verdict = explain(story(left_out, prefill(10.3, 10.4, 8192, gap_s=0.4)))["verdict"]
+    assert f"behind a step of online requests that left it out{why}," in verdict
+
+
+def test_it_is_told_why_a_prompt_took_several_steps() -> None:
+    first, second = prefill(10.0, 10.1, 4096), prefill(10.1, 10.2, 4096, gap_s=0.2)
+    first["plan"]["prompt_stop"] = PromptStop.FULL.value
+    verdict = explain(story(first, second))["verdict"]
+    assert "8,192 tokens in 2 steps, cut since a step may have no more tokens" in verdict
 
 
 def test_the_longest_gap_names_the_step_that_made_it() -> None:
@@ -159,8 +204,8 @@ def test_the_longest_gap_names_the_step_that_made_it() -> None:
     assert worst["at_s"] == pytest.approx(0.3)
     assert worst["steps"][0]["text"] == (
         "decode step of 100 ms, predicted 60 ms (40 ms for offline work): online 1 decode and"
-        " offline 2 decodes + 512 prompt tokens; at most 80 ms with offline work: tokens of online"
-        " decodes were due"
+        " offline 2 decodes + 512 prompt tokens; at most 80 ms with offline work: the pace or"
+        " a target of streams left no more"
     )
     assert len(found["longest_gaps"]) == 5
 
@@ -233,3 +278,16 @@ def test_the_text_for_a_terminal() -> None:
     assert lines[1] == found["verdict"]
     assert "first token of 200 ms, from 0.000 s" in lines
     assert "gap of 60 ms, from 0.220 s" in lines
+
+
+def test_the_documented_limits_are_those_that_code_sets() -> None:
+    """Each row names the functions that set its limit."""
+    section = DOCS.read_text().partition("### What limited offline work")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", section, re.M)[1:])
+    assert rows.keys() == {bound.value for bound in Bound}
+    for value, where in rows.items():
+        for path, functions in re.findall(r"`(\S+)\.py`((?: `[\w.]+`,?)*)", where):
+            module = importlib.import_module(f"sglang_coserve.core.{path.replace('/', '.')}")
+            for function in re.findall(r"`([\w.]+)`", functions):
+                set_here = inspect.getsource(attrgetter(function)(module))
+                assert f"Bound.{value.upper()}" in set_here, (value, function)

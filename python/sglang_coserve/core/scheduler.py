@@ -210,7 +210,7 @@ class Scheduler:
         if has_prompts or can_resume:
             shared.keep_paused()
         if can_resume and not has_prompts:
-            shared.limit_offline(0.0, Bound.GAP)
+            shared.limit_offline(0.0, Bound.SUSPENDED)
         if self._compose(shared).memory.lacks_kv:
             return StepPlan(step=self._next_step, drops=True)
         return shared.build()

@@ -26,7 +26,10 @@ class Lane(Enum):
 
 
 class Bound(Enum):
-    """The reason for the limit on a step's offline work."""
+    """The reason for the limit on a step's offline work.
+
+    Each reason is given in one place of the code, which docs/metrics.md names.
+    """
 
     NONE = "none"
     """No limit: no online request is there, or no target applies."""
@@ -35,13 +38,26 @@ class Bound(Enum):
     """A fixed time per step: ``--iteration-budget-ms``, or a paper's own rule."""
 
     GAP = "gap"
-    """The next tokens of online decodes are due."""
+    """The next tokens of online decodes are due, by the pace or a target of their streams."""
 
     PROMPT = "prompt"
     """The first token of an online prompt is due, in this step or after it."""
 
+    PROMPTS_WAIT = "prompts_wait"
+    """Online prompts are in the step or wait: offline work may delay their first tokens no more."""
+
     ARRIVAL = "arrival"
     """An online request may arrive during the step, and wait for its end."""
+
+    LEAST_PIECE = "least_piece"
+    """The time is for the shortest piece of a prompt, where arrivals may wait even less."""
+
+    LEAST_STEP = "least_step"
+    """The time is for the shortest step that is more than fixed cost. No online request is there,
+    and an arrival may have to wait longer than it should."""
+
+    SUSPENDED = "suspended"
+    """A suspended step can go on before the next tokens of online decodes are due."""
 
     PROMPTS_FIRST = "prompts_first"
     """Online prompts are computed without decodes, as SGLang does."""
@@ -54,6 +70,19 @@ class Bound(Enum):
 
     LANE = "lane"
     """Offline steps alone, until their next safepoint."""
+
+
+class PromptStop(Enum):
+    """The reason why a step does not have all of the online prompts."""
+
+    MEMORY = "memory"
+    """The next prompt finds too little KV memory, or no place among the requests."""
+
+    PACE = "pace"
+    """Streams or a fixed time per step leave no time for more of the prompt."""
+
+    FULL = "full"
+    """The step has as many tokens as a step may have."""
 
 
 class PrefillChunk(NamedTuple):
@@ -125,6 +154,10 @@ class StepPlan:
 
     bound_by: Bound = Bound.NONE
     """The reason for ``budget_s``."""
+
+    prompt_stop: PromptStop | None = None
+    """The reason why the first online prompt that is left over, or cut, is not whole in this step.
+    None if all prompts are, or if the policy does not say."""
 
     # The rest is for ``Scheduler.update``; adapters ignore it.
     online_part_s: float = 0.0

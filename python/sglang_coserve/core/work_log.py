@@ -37,11 +37,17 @@ class Subject(Enum):
         "Offline work limited to {value} a step: an online request that arrives meanwhile may not "
         "wait longer for it."
     )
+    BESIDE_WAITING = (
+        "Offline work beside online prompts limited to {value} a step: their first tokens may be "
+        "delayed no more."
+    )
+    LEAST_PIECE = "Offline work beside streams limited to {value} a step: one piece of a prompt."
     BESIDE_BUDGET = "Offline work limited to {value} a step: the fixed budget leaves no more."
     UNLIMITED = "Offline work of {value} a step beside online requests: no target limits it."
     NONE_BESIDE = "Online steps without offline work in them: they left no time for it."
     PROMPTS_FIRST = "Online prompts computed alone: neither decodes nor offline work beside them."
     PROMPT_LEFT = "No offline work beside an online prompt that needs more than one step."
+    SUSPENDED = "No other offline work in steps of online decodes: a suspended step goes on soon."
     CROWDED = "No offline work: it has slowed online decodes, whose KV the next prompts need."
     DROPPED = "Suspended offline steps given up: online requests needed what they held."
     RETRACTED = "KV of {value} taken back from running requests: memory was short."
@@ -61,13 +67,16 @@ _BESIDE: Final = {
     Bound.BUDGET: Subject.BESIDE_BUDGET,
     Bound.GAP: Subject.BESIDE_TOKENS,
     Bound.PROMPT: Subject.BESIDE_PROMPTS,
+    Bound.PROMPTS_WAIT: Subject.BESIDE_WAITING,
     Bound.ARRIVAL: Subject.BESIDE_ARRIVALS,
+    Bound.LEAST_PIECE: Subject.LEAST_PIECE,
 }
 """Subjects of steps with online requests, by the reason of their limit."""
 
 _WITHOUT: Final = {
     Bound.PROMPTS_FIRST: Subject.PROMPTS_FIRST,
     Bound.PROMPT_LEFT: Subject.PROMPT_LEFT,
+    Bound.SUSPENDED: Subject.SUSPENDED,
     Bound.KV: Subject.CROWDED,
 }
 """Subjects of online steps that may hold no offline work, by the reason."""

@@ -6,12 +6,14 @@ The input is a story, as ``StepRing.of_request`` tells it. The explanation is wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import nlargest
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from sglang_coserve.core.step import Bound
+from sglang_coserve.core.step import Bound, PromptStop
 
 _LONGEST_GAPS: Final = 5
 _GAPS_IN_TEXT: Final = 3
@@ -31,9 +33,13 @@ _LONG_GAP: Final = 1.5
 _BOUNDS: Final = {
     Bound.NONE: "no online target applied",
     Bound.BUDGET: "a fixed time per step",
-    Bound.GAP: "tokens of online decodes were due",
+    Bound.GAP: "the pace or a target of streams left no more",
     Bound.PROMPT: "the first token of an online prompt was due",
+    Bound.PROMPTS_WAIT: "first tokens of online prompts might be delayed no more",
     Bound.ARRIVAL: "an online request that arrived meanwhile might not wait longer",
+    Bound.LEAST_PIECE: "the shortest piece of a prompt beside streams",
+    Bound.LEAST_STEP: "the shortest step that was worth its fixed cost",
+    Bound.SUSPENDED: "a suspended step was to go on first",
     Bound.PROMPTS_FIRST: "online prompts were computed alone",
     Bound.PROMPT_LEFT: "more of an online prompt was still to be computed",
     Bound.KV: "offline work had slowed online decodes, whose KV the next prompts need",
@@ -41,7 +47,29 @@ _BOUNDS: Final = {
 }
 """The reason for the limit of a step's offline work."""
 
+_LEFT_OUT: Final = {
+    PromptStop.MEMORY.value: "for lack of KV memory",
+    PromptStop.PACE.value: "since streams left no time",
+    PromptStop.FULL.value: "since they were full",
+}
+"""The reason why steps left a waiting prompt out."""
+
+_CUT: Final = {
+    PromptStop.PACE.value: ", cut since streams left no more time",
+    PromptStop.FULL.value: ", cut since a step may have no more tokens",
+}
+"""The reason why a prompt took several steps."""
+
 Step = Mapping[str, Any]
+
+
+_CAUSES: Final = (
+    *("prepared_s", "grammar_s", "own_s", "running_s", "queued_s", "paced_s", "host_s"),
+    "unknown_s",
+)
+"""Causes of a wait: the HTTP server's process, until it sent the request to the scheduler; its
+grammar being compiled; steps with the request; steps without it, launched before it came to the
+scheduler, and later; launches held back; the host; and steps that are no longer kept."""
 
 
 class _Part(NamedTuple):
@@ -57,6 +85,9 @@ class _Wait(NamedTuple):
 
     begins_s: float
     ended_s: float
+    came_s: float | None
+    """Time at which the request came to the scheduler, if the wait is for its first token."""
+
     parts: Mapping[str, float]
     steps: Sequence[tuple[Step, float]]
     """Steps that took a part of it, and the seconds of the part; in order of time."""
@@ -103,12 +134,17 @@ def explain(story: Mapping[str, Any]) -> dict[str, Any]:
 def _first_token(
     request: Mapping[str, Any], parts: Sequence[_Part], step: Step, left_out: int
 ) -> _Wait:
-    arrival_s = request["arrival_s"]
+    # A server of an earlier version does not say how a request came to its scheduler.
+    arrival_s, queued_s = request["arrival_s"], request.get("queued_s")
+    before = {"prepared_s": request.get("sent_s") or arrival_s}
+    if request.get("has_grammar"):
+        before["grammar_s"] = queued_s
     return _wait(
         parts,
         arrival_s,
         step["ended_s"],
-        came_s=arrival_s,
+        came_s=arrival_s if queued_s is None else queued_s,
+        before=before,
         kept_from_s=request["kept_from_s"],
         left_out=left_out,
     )
@@ -133,22 +169,34 @@ def _wait(
     ended_s: float,
     *,
     came_s: float | None = None,
+    before: Mapping[str, float] = MappingProxyType({}),
     kept_from_s: float | None = None,
     left_out: int = 0,
 ) -> _Wait:
     """Return what each moment of a wait went to; the parts add up to the wait.
 
-    ``came_s`` is the time of arrival, if the wait begins with it. Steps that began before
-    ``kept_from_s`` are no longer kept. Without it, all are. If steps were left out, what ran beside
-    the others is not known.
+    Args:
+        parts: Times in which steps ran, in order.
+        begins_s: The beginning of the wait.
+        ended_s: Its end.
+        came_s: Time at which the request came to the scheduler, if the wait is for its first token.
+        before: Causes of the beginning of the wait, in order, and when each ended. Steps that ran
+            meanwhile did not delay the request.
+        kept_from_s: Steps that began earlier are no longer kept. None if all are kept.
+        left_out: Number of steps that are not among ``parts``. If there are any, what ran beside
+            the others is not known.
     """
     idle = "unknown_s" if left_out else "host_s"
     spent = dict.fromkeys(_CAUSES, 0.0)
     taken: dict[int, list[Any]] = {}
     at_s = begins_s
+    for cause, until_s in before.items():
+        until_s = min(max(until_s, at_s), ended_s)
+        spent[cause] = until_s - at_s
+        at_s = until_s
     if kept_from_s is not None and kept_from_s > at_s:
+        spent["unknown_s"] = min(kept_from_s, ended_s) - at_s
         at_s = min(kept_from_s, ended_s)
-        spent["unknown_s"] = at_s - begins_s
     for part_begins_s, part_ended_s, step in parts:
         part_ended_s = min(part_ended_s, ended_s)
         if part_ended_s <= at_s or part_begins_s >= ended_s:
@@ -164,12 +212,8 @@ def _wait(
         taken.setdefault(id(step), [step, 0.0])[1] += seconds
         at_s = part_ended_s
     spent[idle] += max(ended_s - at_s, 0.0)
-    return _Wait(begins_s, ended_s, spent, [(step, seconds) for step, seconds in taken.values()])
-
-
-_CAUSES: Final = ("own_s", "running_s", "queued_s", "paced_s", "host_s", "unknown_s")
-"""Causes of a wait: steps with the request; steps without it, launched before it came, and later;
-launches held back; the host; and what is no longer kept."""
+    steps = [(step, seconds) for step, seconds in taken.values()]
+    return _Wait(begins_s, ended_s, came_s, spent, steps)
 
 
 def _shown(wait: _Wait, start_s: float | None) -> dict[str, Any]:
@@ -285,13 +329,17 @@ def _verdict(
 def _causes(wait: _Wait, own: str) -> str:
     """Return the parts of a wait in words, the largest first; small ones are left out."""
     without = [step for step, _ in wait.steps if step["role"] == "waits"]
-    running = [step for step in without if step["launched_s"] < wait.begins_s]
-    later = [step for step in without if step["launched_s"] >= wait.begins_s]
+    came_s = wait.begins_s if wait.came_s is None else wait.came_s
+    running = [step for step in without if step["launched_s"] < came_s]
+    later = [step for step in without if step["launched_s"] >= came_s]
     left_out = later if wait.parts["running_s"] else without
+    why = "" if wait.came_s is None else _reason(left_out, _LEFT_OUT)
     words = {
+        "prepared_s": "in the HTTP server's process, which prepared it",
+        "grammar_s": "while its grammar was compiled",
         "own_s": own,
         "running_s": f"behind {_several(running)} that ran when it came",
-        "queued_s": f"behind {_several(left_out)} that left it out",
+        "queued_s": f"behind {_several(left_out)} that left it out{why and ' ' + why}",
         "paced_s": "held back by pacing, so that its step could have newer requests",
         "host_s": "on the host, with no step running",
         "unknown_s": "in steps that are no longer known",
@@ -309,8 +357,15 @@ def _causes(wait: _Wait, own: str) -> str:
 def _own_prompt(wait: _Wait) -> str:
     own = [step for step, _ in wait.steps if step["role"] != "waits"]
     tokens = sum(step["prompt_tokens_of_request"] for step in own)
-    steps = f" in {len(own)} steps" if len(own) > 1 else ""
+    steps = f" in {len(own)} steps{_reason(own[:-1], _CUT)}" if len(own) > 1 else ""
     return f"its own prompt of {_count(tokens, 'token')}{steps}{_beside(own)}"
+
+
+def _reason(steps: Sequence[Step], words: Mapping[str, str]) -> str:
+    """Return the most frequent reason why steps had not all online prompts, in words; "" if the
+    steps say none."""
+    stops = Counter((step["plan"] or {}).get("prompt_stop") for step in steps)
+    return words.get(stops.most_common(1)[0][0] or "", "") if stops else ""
 
 
 def _own_decode(wait: _Wait) -> str:

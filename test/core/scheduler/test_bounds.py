@@ -20,12 +20,20 @@ from core.scheduler.scenarios import (
 )
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, Request
-from sglang_coserve.core.step import Bound, StepPlan
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, SuspendedStep
+from sglang_coserve.core.step import Bound, PromptStop, StepPlan
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.work_log import Subject
 from sglang_coserve.metrics import SloTargets
 
 DECODING = RequestState.DECODING
+
+
+SUSPENDED = {
+    "stop_share": 0.25,
+    "resume_s": 0.001,
+    "suspended": SuspendedStep(7, StepStats.of([(1000, 0)]), 0.5, since_s=0.0),
+}
 
 
 def decodes(count: int, prompt_tokens: int = 10) -> list[Request]:
@@ -70,6 +78,22 @@ SITUATIONS = {
         Bound.ARRIVAL,
         Subject.BESIDE_ARRIVALS,
     ),
+    "decodes, and arrivals that may wait for less than a piece of a prompt takes": (
+        Situation(decodes(1), targets=SloTargets(0.002, 0.1)),
+        Bound.LEAST_PIECE,
+        Subject.LEAST_PIECE,
+    ),
+    "no online request, and arrivals that may wait for less than a step takes": (
+        Situation([], targets=SloTargets(0.01)),
+        Bound.LEAST_STEP,
+        Subject.ALONE,
+    ),
+    "a decode that is due, before a suspended step": (
+        Situation([online(10, DECODING, last_token_s=-0.08)], engine=SUSPENDED),
+        Bound.SUSPENDED,
+        Subject.SUSPENDED,
+    ),
+    "a prompt": (Situation([online(50)]), Bound.PROMPTS_WAIT, Subject.BESIDE_WAITING),
     "a prompt that is due": (
         Situation([online(50, arrival_s=-0.92)]),
         Bound.PROMPT,
@@ -161,3 +185,19 @@ def test_the_reason_is_that_of_the_shortest_limit() -> None:
     fixed = {"iteration_budget_s": 0.04}
     _, _, plan = Situation([prompt], settings=fixed).plan()
     assert (plan.bound_by, plan.budget_s) == (Bound.BUDGET, pytest.approx(0.04))
+
+
+@pytest.mark.parametrize(
+    ("requests", "engine", "stop"),
+    [
+        ([online(50)], {}, None),
+        ([*decodes(1), online(5000)], {}, PromptStop.PACE),
+        ([online(5000)], {"max_batch_tokens": 512}, PromptStop.FULL),
+        ([*decodes(1, 900), online(500)], {"free_kv_tokens": 100}, PromptStop.MEMORY),
+    ],
+)
+def test_a_plan_says_why_it_has_not_all_online_prompts(
+    requests: Sequence[Request], engine: dict[str, Any], stop: PromptStop | None
+) -> None:
+    brain = scheduler("coserve")
+    assert brain.plan(snapshot(*requests, **engine), NO_CACHE).prompt_stop is stop

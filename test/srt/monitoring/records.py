@@ -9,7 +9,9 @@ from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import Bound, ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.forward_kind import ForwardKind
-from sglang_coserve.srt.steps.step_record import StepRecord, StepRequest
+from sglang_coserve.srt.steps.step_record import Reception, StepRecord, StepRequest
+
+RECEPTION = Reception(0.6, 0.7, has_grammar=False)
 
 
 def info(rid: str, *, offline: bool = False, arrival_s: float = 0.5) -> RequestInfo:
@@ -27,7 +29,8 @@ def info(rid: str, *, offline: bool = False, arrival_s: float = 0.5) -> RequestI
 def prompt(
     request: RequestInfo, token_s: float | None, *, tokens: int = 3, cached: int = 0, **more: Any
 ) -> StepRequest:
-    return StepRequest(request, token_s, None, tokens, cached, **{"is_new": True, **more})
+    values = {"reception": RECEPTION, **more}
+    return StepRequest(request, token_s, None, tokens, cached, **values)
 
 
 def decode(request: RequestInfo, last_s: float, token_s: float) -> StepRequest:

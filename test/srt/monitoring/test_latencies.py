@@ -27,6 +27,6 @@ def test_a_request_whose_first_step_was_dropped_has_begun_once() -> None:
     latencies, offline = LatencyHistograms(), info("a", offline=True)
     lost = StepResult(0, 1.0, dropped=("a",))
     latencies.ended(record(1.0, 1.5, prompt(offline, None), result=lost))
-    latencies.ended(record(2.0, 2.5, prompt(offline, 2.5, is_new=False)))
+    latencies.ended(record(2.0, 2.5, prompt(offline, 2.5, reception=None)))
     assert sum(latencies.queued["offline"].counts) == 1
     assert latencies.ttft["offline"].sum_s == 2.0

@@ -42,7 +42,7 @@ def test_classes_are_counted_apart() -> None:
     online, offline = info("on"), info("off", offline=True)
     meter.ended(record(0.0, 1.0, prompt(online, 1.0, tokens=60), prompt(offline, 1.0, tokens=100)))
     meter.ended(record(1.0, 2.0, decode(online, 1.0, 2.0), decode(offline, 1.0, 2.0)))
-    again = prompt(offline, 3.0, tokens=25, recomputed_tokens=24, is_new=False)
+    again = prompt(offline, 3.0, tokens=25, recomputed_tokens=24, reception=None)
     meter.ended(record(2.0, 3.0, again, decode(online, 2.0, 3.0)))
     state = meter.state()
     assert state["online"] == {"computed_tokens": 62, "recomputed_tokens": 0, "tax": 0.0}

@@ -91,9 +91,9 @@ def test_the_steps_of_a_request_tell_what_it_waited_for() -> None:
     mine, other = info("mine", arrival_s=1.25), info("other", offline=True)
     kept = ring(
         record(0.0, 1.0, prompt(other, None)),  # Before the request came.
-        record(1.0, 2.0, prompt(other, 2.0, is_new=False)),
+        record(1.0, 2.0, prompt(other, 2.0, reception=None)),
         record(2.0, 2.5, prompt(mine, None, tokens=2), number=1, paced_s=0.125),
-        record(2.5, 3.0, prompt(mine, 3.0, tokens=1, is_new=False), decode(other, 2.0, 3.0)),
+        record(2.5, 3.0, prompt(mine, 3.0, tokens=1, reception=None), decode(other, 2.0, 3.0)),
         record(3.0, 4.0, decode(mine, 3.0, 4.0), decode(other, 3.0, 4.0)),
         record(4.0, 5.0, decode(other, 4.0, 5.0)),  # After its last token.
     )
@@ -108,6 +108,9 @@ def test_the_steps_of_a_request_tell_what_it_waited_for() -> None:
         "class": "online",
         "prompt_tokens": 3,
         "batch": None,
+        "sent_s": 0.6,
+        "queued_s": 0.7,
+        "has_grammar": False,
     }
     steps = found["steps"]
     assert [step["role"] for step in steps] == ["waits", "prefill", "prefill", "decode"]
@@ -144,7 +147,7 @@ def test_a_long_story_has_its_longest_steps(monkeypatch: pytest.MonkeyPatch) -> 
     after = [record(float(n), n + 1.0, decode(other, n - 1.0, n + 1.0)) for n in range(23, 30)]
     first = [
         record(9.0, 9.1, prompt(mine, None)),
-        record(9.1, 12.0, prompt(mine, 12.0, is_new=False)),
+        record(9.1, 12.0, prompt(mine, 12.0, reception=None)),
     ]
     found = ring(*waits, *first, *tokens, late, *after).of_request("mine")
     assert found is not None

@@ -67,7 +67,7 @@ def serve_offline(batch: StepBuilder, *, efficiently: bool = False) -> None:
     """
     free_tokens = batch.free_tokens
     if efficiently and not batch.has_online:
-        batch.raise_offline(least_offline_s(batch.model), Bound.ARRIVAL)
+        batch.raise_offline(least_offline_s(batch.model), Bound.LEAST_STEP)
     decode_offline(batch, batch.offline_decodes)
     if efficiently:
         batch.limit_tokens(efficient_tokens(batch))

@@ -10,7 +10,7 @@ from sglang_coserve.core.planning.online_prompts import OnlinePrompts
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.scheduler_config import Overload
-from sglang_coserve.core.step import Bound, Lane
+from sglang_coserve.core.step import Bound, Lane, PromptStop
 
 _CROWDED: Final = 0.5
 """Share of the KV above which online decodes leave prompts too little. Simulated, +10%, 8B on an
@@ -53,18 +53,21 @@ def serve_online(batch: StepBuilder, budget_s: float) -> None:
     if batch.lane is Lane.OFFLINE:
         return  # No online request waits for the end of such a step.
     added_s = max(slack_s * batch.context.timely - online_s, 0.0)
-    arrival_s = max(batch.context.allowance.arrival_s, _least_added_s(batch))
+    arrival_s, piece_s = batch.context.allowance.arrival_s, _least_added_s(batch)
+    why = Bound.ARRIVAL if arrival_s >= piece_s else Bound.LEAST_PIECE
+    arrival_s = max(arrival_s, piece_s)
     if batch.has_online_prompts:
         stats = batch.stats._replace(decode_requests=0, decode_context_tokens=0)
         batch.prompts_s = 0.0 if stats.is_empty else batch.model.predict(stats)
         arrival_s = max(batch.context.prompt_s - (online_s - batch.prompts_s), 0.0)
+        why = Bound.PROMPTS_WAIT
         if batch.offline_budget_s > 0:
             # Where memory was short, thousands may wait: those behind wait for later steps, too.
             first = batch.first_prompts(batch.snapshot.max_batch_tokens)
             due_s = min([batch.due_s(one) for one in first])
             batch.limit_offline(due_s * batch.context.timely, Bound.PROMPT)
     batch.limit_offline(online_s + added_s, Bound.GAP)
-    batch.limit_offline(online_s + arrival_s, Bound.ARRIVAL)
+    batch.limit_offline(online_s + arrival_s, why)
     if _is_crowded(batch):
         batch.limit_offline(0.0, Bound.KV)
 
@@ -132,7 +135,7 @@ def prefill_online(batch: StepBuilder, budget_s: float, *, may_retract: bool = T
     coarse (``ChunkRules``), the shortest piece of the first prompt runs even over the budget: it
     might fit no step beside decodes. Under
     ``Overload.SHED`` requests that would be late are refused. Sets ``offline_budget_s`` (see
-    ``serve_online``).
+    ``serve_online``), and ``prompt_stop``.
     """
     sheds = batch.context.config.overload is Overload.SHED
     for request in chain(batch.online_prefills, batch.snapshot.waiting):
@@ -148,12 +151,15 @@ def prefill_online(batch: StepBuilder, budget_s: float, *, may_retract: bool = T
             tokens = batch.longest_chunk(prompt, math.inf)
         if tokens == 0 and batch.snapshot.chunk_rules.are_coarse and not batch.chunks:
             tokens = batch.shortest_chunk(prompt)
+        if tokens < prompt.rest_tokens:
+            batch.prompt_stop = _stop_of(batch, prompt, tokens)
         if tokens == 0:
             batch.limit_offline(0.0, Bound.PROMPT_LEFT)
             return
         find_room = batch.memory.reclaim if may_retract else batch.memory.has_room
         if not find_room(batch.memory.kv_to_prefill(prompt), prompt.is_new):
             batch.admits_offline = False
+            batch.prompt_stop = PromptStop.MEMORY
             break
         batch.prefill(prompt, tokens)
         if tokens < prompt.rest_tokens:
@@ -162,6 +168,13 @@ def prefill_online(batch: StepBuilder, budget_s: float, *, may_retract: bool = T
         if request.info.ttft_target_s is not None:
             batch.limit_offline(batch.due_s(request) * batch.context.timely, Bound.PROMPT)
     batch.limit_offline(budget_s, Bound.GAP)
+
+
+def _stop_of(batch: StepBuilder, prompt: Prompt, tokens: int) -> PromptStop:
+    """Return why only so many tokens of a prompt are in the step."""
+    most_tokens = batch.most_tokens(prompt, batch.free_tokens, batch.stats)
+    is_full = tokens >= batch.memory.align_chunk(prompt, max(most_tokens, 0))
+    return PromptStop.FULL if is_full else PromptStop.PACE
 
 
 def _first_token_s(batch: StepBuilder, prompt: Prompt, budget_s: float) -> float:

@@ -18,7 +18,7 @@ from sglang_coserve.core.planning.step_memory import Prompt, StepMemory
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, Request, RequestInfo
-from sglang_coserve.core.step import Bound, Lane, PrefillChunk, StepPlan
+from sglang_coserve.core.step import Bound, Lane, PrefillChunk, PromptStop, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 
 _CATCH_UP: Final = 2.0
@@ -129,6 +129,9 @@ class StepBuilder:
         ``limit_offline`` and ``raise_offline``."""
         self.bound_by = Bound.NONE
         """The reason for ``offline_budget_s``."""
+        self.prompt_stop: PromptStop | None = None
+        """The reason why not all online prompts are in the step; set by ``prefill_online``."""
+
         self.is_deadline_bound = False
         self.online_part_s = 0.0
         self.prompts_s = 0.0
@@ -488,6 +491,7 @@ class StepBuilder:
             predicted_s=self.predicted_s,
             budget_s=self.offline_budget_s,
             bound_by=self.bound_by,
+            prompt_stop=self.prompt_stop,
             online_part_s=self.online_part_s,
             is_deadline_bound=self.is_deadline_bound,
             added_s=max(added_s, 0.0),

@@ -71,7 +71,7 @@ class LatencyHistograms:
     def ended(self, record: StepRecord) -> None:
         """Record the requests that began in a step, and their tokens. O(requests)."""
         for request in record.prompts:
-            if request.is_new:
+            if request.reception is not None:
                 self._begun(request, record.launched_s)
         for request in record.first:
             waited_s = record.ended_s - request.info.arrival_s

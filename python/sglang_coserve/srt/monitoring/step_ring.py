@@ -11,10 +11,10 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.srt.steps.step_record import StepRecord
+from sglang_coserve.srt.steps.step_record import Reception, StepRecord
 
 MOST_STEPS: Final = 1 << 13
-"""Kept steps: some minutes. 35 MB at most, with 512 requests in each step."""
+"""Kept steps: of 20 ms, those of the last 160 s. 35 MB at most, with 512 requests in each step."""
 
 _MOST_NAMES: Final = 32
 """Requests of a class that a document names. Its counts have all of them."""
@@ -45,7 +45,7 @@ class _KeptStep(NamedTuple):
     """Requests without a token: more of a prompt is still to be computed, or the request was
     retracted before its token came."""
 
-    new: tuple[RequestInfo, ...]
+    new: tuple[tuple[RequestInfo, Reception], ...]
     first: tuple[str, ...]
     last: tuple[str, ...]
 
@@ -120,7 +120,8 @@ class StepRing:
         the longest of them. O(kept steps + steps
         of the request · their requests).
         """
-        info, begin, end = self._span(rid)
+        new, begin, end = self._span(rid)
+        info = None if new is None else new[0]
         rows: list[_Row] = []
         token_s = None if info is None else info.arrival_s
         is_ended = False
@@ -150,26 +151,27 @@ class StepRing:
             "is_ended": is_ended,
             "kept_from_s": self._steps[0].begins_s if is_full else None,
         }
-        if info is not None:
-            request |= {"prompt_tokens": info.prompt_tokens, "batch": info.job}
+        if new is not None:
+            request |= {"prompt_tokens": new[0].prompt_tokens, "batch": new[0].job}
+            request |= new[1]._asdict()
         return {"request": request, **_story(rid, rows)}
 
-    def _span(self, rid: str) -> tuple[RequestInfo | None, int, int]:
-        """Return a request, None if its first step is not kept, and the places of its first and
-        last step. Without any step, the last place is -1."""
-        info, begin, end = None, 0, len(self._steps) - 1
+    def _span(self, rid: str) -> tuple[tuple[RequestInfo, Reception] | None, int, int]:
+        """Return a request and its reception, None if its first step is not kept, and the places of
+        its first and last step. Without any step, the last place is -1."""
+        found, begin, end = None, 0, len(self._steps) - 1
         is_known = False
         for place, kept in enumerate(self._steps):
             if rid in kept.last or any(left.rid == rid for left in kept.record.left):
                 is_known, end = True, place
             for new in kept.new:
-                if new.rid == rid:
-                    is_known, info, begin, end = True, new, place, len(self._steps) - 1
+                if new[0].rid == rid:
+                    is_known, found, begin, end = True, new, place, len(self._steps) - 1
                     # A prompt of one token ends in its first step.
                     end = place if rid in kept.last else end
         newest = islice(reversed(self._steps), _MOST_UNSEEN)
         if is_known or any(rid in kept.online or rid in kept.offline for kept in newest):
-            return info, begin, end
+            return found, begin, end
         return None, 0, -1
 
 
@@ -184,7 +186,7 @@ def _kept(record: StepRecord, begins_s: float) -> _KeptStep:
         offline=tuple([info.rid for info, *_ in record.offline]),
         prompts={one.info.rid: one.prompt_tokens for one in prompts},
         silent=frozenset([info.rid for info, token_s, *_ in requests if token_s is None]),
-        new=tuple([one.info for one in prompts if one.is_new]),
+        new=tuple([(one.info, one.reception) for one in prompts if one.reception is not None]),
         first=tuple([one.info.rid for one in record.first]),
         last=tuple([one.info.rid for one in requests if one.is_last]),
     )
@@ -277,12 +279,13 @@ def _document(kept: _KeptStep, *, names: bool = True) -> StepDocument:
             "predicted_online_s": plan.online_part_s,
             "budget_s": None if math.isinf(plan.budget_s) else plan.budget_s,
             "bound_by": plan.bound_by.value,
+            "prompt_stop": None if plan.prompt_stop is None else plan.prompt_stop.value,
         }
     if names:
         document |= {
             "online": kept.online[:_MOST_NAMES],
             "offline": kept.offline[:_MOST_NAMES],
-            "new": [_started(info) for info in kept.new],
+            "new": [_started(info) for info, _ in kept.new],
             "first": list(kept.first),
             "last": list(kept.last),
             "left": [info.rid for info in record.left],

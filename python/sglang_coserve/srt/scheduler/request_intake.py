@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -11,12 +12,13 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import lowest_priority, refuse, send_abort
-from sglang_coserve.srt.marks.offline_marks import restore_generated
+from sglang_coserve.srt.marks.offline_marks import marked_sent_s, restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.optional_parts import GUARD
 from sglang_coserve.srt.request_moves import RequestMoves
 from sglang_coserve.srt.scheduler.request_endings import RequestEndings
 from sglang_coserve.srt.steps.engine_parts import EngineParts
+from sglang_coserve.srt.steps.step_record import Reception
 
 Req = Any
 
@@ -75,7 +77,8 @@ class RequestIntake:
             self._deferred.setdefault(req.rid, []).append(req)
             return
         now_s = self._clock.now_s()
-        info = self._requests.add(req, self._clock.arrival_s(req, now_s))
+        reception = Reception(marked_sent_s(req), time.perf_counter(), req.grammar is not None)
+        info = self._requests.add(req, self._clock.arrival_s(req, now_s), reception)
         # A request that failed validation is answered by SGLang, whatever its class.
         if is_offline(req) and req.to_finish is None:
             self._enqueue_offline(req)

@@ -16,6 +16,7 @@ from sglang_coserve.srt.compat import holds_kv
 from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of
 from sglang_coserve.srt.marks.request_marks import is_offline, targets_of
 from sglang_coserve.srt.steps.paused_requests import has_plain_state
+from sglang_coserve.srt.steps.step_record import Reception
 
 Req = Any
 
@@ -30,6 +31,7 @@ class LiveRequest:
 
     req: Req
     info: RequestInfo
+    reception: Reception
     is_online: bool
     length_tokens: int
     """Its prompt and its expected output."""
@@ -124,8 +126,11 @@ class EngineRequests:
         live = self._live.get(req.rid)
         return None if live is None or live.req is req else live.req
 
-    def add(self, req: Req, arrival_s: float) -> RequestInfo:
-        """Add a request that arrived at ``arrival_s``; one that is in already is not changed."""
+    def add(self, req: Req, arrival_s: float, reception: Reception | None = None) -> RequestInfo:
+        """Add a request that arrived at ``arrival_s``; a request that is in already is not changed.
+
+        By default, ``reception`` says that the request was queued as it arrived.
+        """
         known = self._live.get(req.rid)
         if known is not None:
             return known.info
@@ -147,21 +152,22 @@ class EngineRequests:
             can_pause=has_plain_state(req),
         )
         length_tokens = info.prompt_tokens + _output_tokens(req, info)
-        live = LiveRequest(req, info, info.is_online, length_tokens)
+        reception = reception or Reception(None, arrival_s, has_grammar=False)
+        live = LiveRequest(req, info, reception, info.is_online, length_tokens)
         self._live[req.rid] = self._of_class[info.request_class][req.rid] = live
         self._tokens[info.request_class] += length_tokens
         return info
 
-    def note_prompt(self, req: Req) -> bool:
-        """Record that a prompt is in a batch; return True if the request is in one for the first
-        time."""
+    def note_prompt(self, req: Req) -> Reception | None:
+        """Record that a prompt is in a batch; return the way of the request to the batch if the
+        batch is its first, else None."""
         live = self.live(req)
         if live is None:
-            return False
+            return None
         live.output_tokens = len(req.output_ids)  # SGLang may have emptied the output.
         is_new = req.rid not in self._begun
         self._begun[req.rid] = live
-        return is_new
+        return live.reception if is_new else None
 
     def has_begun(self, rid: str) -> bool:
         """Return whether a request has been part of a batch."""

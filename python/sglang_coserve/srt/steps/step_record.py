@@ -14,6 +14,18 @@ from sglang_coserve.core.step import StepPlan, StepResult
 from sglang_coserve.srt.forward_kind import ForwardKind
 
 
+class Reception(NamedTuple):
+    """The way of a request to the scheduler's queue. Times are in seconds, of this machine."""
+
+    sent_s: float | None
+    """Time at which the HTTP server's process sent it, with its text and media prepared. None if
+    unknown."""
+
+    queued_s: float
+    has_grammar: bool
+    """True if it was queued only after its grammar had been compiled."""
+
+
 class StepRequest(NamedTuple):
     """A request of a step. Times are in seconds, of this rank."""
 
@@ -33,8 +45,8 @@ class StepRequest(NamedTuple):
     recomputed_tokens: int = 0
     """Prompt tokens, of those computed, that an earlier step had computed already."""
 
-    is_new: bool = False
-    """True in the first step of the request."""
+    reception: Reception | None = None
+    """Its way to this step, which is its first; None in later steps."""
 
     is_last: bool = False
     """True if the request has ended with this step."""

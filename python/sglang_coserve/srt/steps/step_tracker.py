@@ -11,7 +11,7 @@ from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, Ste
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, prefilled, stats_of
 from sglang_coserve.srt.steps.engine_requests import EngineRequests
-from sglang_coserve.srt.steps.step_record import StepRecord, StepRequest, Suspension
+from sglang_coserve.srt.steps.step_record import Reception, StepRecord, StepRequest, Suspension
 
 Req = Any
 ScheduleBatch = Any
@@ -22,11 +22,11 @@ class _Prompt(NamedTuple):
 
     tokens: int
     context_tokens: int
-    is_new: bool
-    """True in the first batch of its request."""
+    reception: Reception | None = None
+    """The way of its request to this batch, its first; None in later batches."""
 
 
-_NO_PROMPT = _Prompt(0, 0, is_new=False)
+_NO_PROMPT = _Prompt(0, 0)
 
 
 @dataclass(slots=True)
@@ -232,10 +232,10 @@ class StepTracker:
         """Return the pieces of prompts in a batch by rid, and note who begins."""
         if not batch or not batch.forward_mode.is_extend():
             return {}
-        is_new = self._requests.note_prompt
+        begun = self._requests.note_prompt
         lens = zip(batch.extend_lens, batch.prefix_lens, strict=True)
         return {
-            req.rid: _Prompt(tokens, context_tokens, is_new(req))
+            req.rid: _Prompt(tokens, context_tokens, begun(req))
             for req, (tokens, context_tokens) in zip(prefilled(batch), lens, strict=False)
         }
 
@@ -267,7 +267,9 @@ class StepTracker:
         lost = StepResult(result.step, result.started_s, seconds, dropped=tuple(rids))
         known = [(self._requests.get(rid), prompt) for rid, prompt in step.prompts.items()]
         requests = [
-            StepRequest(live.info, None, live.last_result_s, *prompt[:2], is_new=prompt.is_new)
+            StepRequest(
+                live.info, None, live.last_result_s, *prompt[:2], reception=prompt.reception
+            )
             for live, prompt in known
             if live is not None
         ]
@@ -329,10 +331,10 @@ class StepTracker:
             if prompts:
                 prompt = prompts.get(info.rid, _NO_PROMPT)
                 again = live.note_prefill(prompt.context_tokens, prompt.tokens)
-            tokens, context_tokens, is_new = prompt
+            tokens, context_tokens, reception = prompt
             is_last = req.finished_reason is not None
             token_s = ended_s if has_token else None
-            values = (info, token_s, last_s, tokens, context_tokens, again, is_new, is_last)
+            values = (info, token_s, last_s, tokens, context_tokens, again, reception, is_last)
             request = new(StepRequest, values)
             if live.is_online:
                 online.append(request)
