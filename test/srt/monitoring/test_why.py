@@ -30,10 +30,27 @@ def test_the_id_that_a_client_sent_explains_what_it_measured(watched: Watched) -
     first, measured = sent["first_token"], watched.traced
     assert first["seconds"] == pytest.approx(sum(first["parts"].values()))
     assert first["parts"]["own_s"] > 0
+    # The way to the scheduler is known, and takes some time.
+    assert 0 < first["parts"]["prepared_s"] < first["seconds"]
     assert 0 < first["seconds"] <= measured.ttft_s
     assert sent["gaps"]["tokens"] == 1 + len(measured.gaps_s)
     assert sent["verdict"].startswith("TTFT ")
     assert first["computed_tokens"] + first["cached_tokens"] == sent["prompt_tokens"]
+
+
+def test_the_time_for_which_a_grammar_is_compiled_is_told_apart(watched: Watched) -> None:
+    with watched.deployment.client() as client:
+        answer = client.chat.completions.create(
+            model="small",
+            messages=WORDS,
+            max_tokens=4,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "boat", "schema": {"enum": ["a boat", "a raft"]}},
+            },
+        )
+    (found,) = explained(watched, answer.id)
+    assert found["first_token"]["parts"]["grammar_s"] > 0
 
 
 def test_the_id_of_an_answer_and_of_each_choice(watched: Watched) -> None:
