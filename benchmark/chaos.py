@@ -136,12 +136,21 @@ def run(options: argparse.Namespace) -> Verdict:
         batches = pool.apply_async(Batches(url, known, _bodies(corpus), *sizes).run, (stop,))
         seeds = range(options.seed, options.seed + options.storms)
         storms = [pool.apply_async(storm, (url, corpus, seed, stop)) for seed in seeds]
+        senders: list[AsyncResult[Any]] = [probing, batches, *storms]
         injuries = injuries_of(options.engines)
+
+        def watch() -> None:
+            servers.restart_ended()
+            for sending in senders:
+                if sending.ready():
+                    sending.get()  # Raises what ended it.
+                    raise ChaosError("a process that sends requests has ended too early")
+
         hurt_in_rounds(
             lambda name: servers.injure(name, injuries[name]),
             options.injuries,
             options,
-            meanwhile=servers.restart_ended,
+            meanwhile=watch,
         )
         stop.touch()
         seen = [each for one in storms for each in _waited(one, servers, _ANSWER_TIMEOUT_S)]

@@ -192,7 +192,10 @@ class Servers:
         server.start()
         self.start_s = time.monotonic() - began_s
         if server is self.keeper:
-            self.pid_file.write_text(str(server.pid))
+            # A probe reads the file at any time, and must not find it empty.
+            fresh = self.pid_file.with_suffix(".new")
+            fresh.write_text(str(server.pid))
+            fresh.replace(self.pid_file)
 
     def fail(self, reason: str) -> None:
         """Note that a server did not do what it should."""
