@@ -20,7 +20,10 @@ from batch.scenarios import lines
 from batch.scripted_backend import tokens_of
 from calls import call, client_of
 from fleet.gateway_process import EngineThread, gateway
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.local_server import LocalServer
+from sglang_coserve.srt.kv_store import KvStoreSetup
 
 PACKAGE = Path(sglang_coserve.__file__).parent
 
@@ -223,6 +226,13 @@ def test_without_emulation_its_flag_is_refused(tmp_path: Path, package: Path) ->
     refused = _run(package, *make, "--emulate", "llama-3.1-8b")
     assert refused.returncode == 2
     assert "--emulate: this installation has no emulated GPU" in refused.stderr
+
+
+def test_without_checkpoints_their_flag_is_refused() -> None:
+    setup, config = KvStoreSetup(), CoserveConfig(kv_checkpoint="eager")
+    with pytest.raises(UnsupportedError, match="--kv-checkpoint eager: this installation has no"):
+        setup.server_settings({}, config, on_cpu=True)
+    assert setup.server_settings({}, CoserveConfig(), on_cpu=True) == {}
 
 
 def _run(package: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.config.coserve import NO_CHECKPOINTS
+from sglang_coserve.errors import UnsupportedError
 
 Req = Any
 ScheduleBatch = Any
 
 
 class KvStore:
-    """The store of a scheduler that keeps no KV: requests that gave way are computed again.
+    """A store that keeps nothing: requests that gave way are computed again.
 
     A scheduler calls ``computed`` after each batch, ``begin_pass`` before each plan, ``loaded`` and
     ``wants`` for waiting requests, and ``forget`` at the end of a request. SGLang's radix cache
@@ -63,8 +65,14 @@ class KvStoreSetup:
         ``given`` are the fields that an operator has set.
 
         Raises:
-            UnsupportedError: one line per given setting that the store cannot be combined with.
+            UnsupportedError: one line per given setting that the store cannot be combined with; or
+                the settings ask for checkpoints, and there is no store.
         """
+        if config.kv_checkpoint != NO_CHECKPOINTS:
+            raise UnsupportedError(
+                f"--kv-checkpoint {config.kv_checkpoint}: this installation has no KV checkpoints: "
+                "leave the flag out"
+            )
         return {}
 
     def check(self, server_args: Any, config: CoserveConfig, *, on_cpu: bool) -> None:
