@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.scheduler.policy_exceptions import RUNS_NO_OFFLINE, all_but
 from core.scheduler.scenarios import (
     MODEL,
     NO_CACHE,
@@ -20,7 +21,7 @@ from core.scheduler.scenarios import (
     snapshot,
 )
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
-from sglang_coserve.core.policies import POLICIES, make_policy
+from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.baselines import FcfsPolicy, SarathiPolicy
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
@@ -286,10 +287,10 @@ class TestBaselines:
 # --- Deadlines of offline requests --------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"online_only"}))
+@pytest.mark.parametrize("policy", all_but(RUNS_NO_OFFLINE))
 def test_a_request_whose_deadline_is_at_risk_is_first(policy: str) -> None:
     older = [queued(100, arrival_s=float(number)) for number in range(3)]
-    due = replace(queued(100, rid="due", arrival_s=5.0), deadline_s=20.0)
+    due = queued(100, rid="due", arrival_s=5.0, deadline_s=20.0)
     brain = scheduler(policy, *older, due)
     plan = brain.plan(snapshot(now_s=10.0, free_slots=1), NO_CACHE)
     assert [chunk.rid for chunk in plan.prefills] == ["due"]
@@ -297,8 +298,9 @@ def test_a_request_whose_deadline_is_at_risk_is_first(policy: str) -> None:
 
 def test_urgency_begins_at_the_latest_start() -> None:
     """Both are due at the same time; one of them has twice as much to generate."""
-    short = replace(queued(100, rid="short", arrival_s=0.0), deadline_s=1000.0)
-    long = replace(queued(100, rid="long", arrival_s=5.0), deadline_s=1000.0, max_new_tokens=128)
+    short = queued(100, rid="short", deadline_s=1000.0)
+    long = queued(100, rid="long", arrival_s=5.0, deadline_s=1000.0)
+    long = replace(long, max_new_tokens=128)
     brain = scheduler("conserve")
     decoded_for(brain, tokens=3, token_s=5.0)
     for request in (short, long):
