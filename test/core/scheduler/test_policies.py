@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
@@ -21,12 +22,16 @@ from core.scheduler.scenarios import (
     snapshot,
 )
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
+from sglang_coserve.core.planning.offline_phase import decode_offline, prefill_offline
+from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.baselines import FcfsPolicy, SarathiPolicy
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
+from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 
@@ -282,6 +287,41 @@ class TestBaselines:
         plan = scheduler("online_only", queued()).plan(snapshot(offline(), online(5000)), NO_CACHE)
         assert plan.batch.decode_requests == 0
         assert [chunk.tokens for chunk in plan.prefills] == [2048]
+
+
+# --- A policy of one's own ----------------------------------------------------------------
+
+
+@dataclass
+class LatestDeadline(Policy):
+    """Runs the offline decodes with the latest deadlines, and only so many."""
+
+    name: ClassVar[str] = "latest_deadline"
+    most_decodes: int = 2
+
+    def compose(self, batch: StepBuilder) -> None:
+        queue = batch.context.queue
+
+        def key(request: Request) -> tuple[bool, float]:
+            deadline_s = queue.running(request.info.rid).deadline_s
+            return request.info.can_pause, math.inf if deadline_s is None else -deadline_s
+
+        latest = sorted(batch.offline_decodes, key=key)
+        decode_offline(batch, latest[: self.most_decodes])
+        prefill_offline(batch)
+
+
+def test_a_policy_may_choose_among_decodes_by_what_the_queue_knows_of_them() -> None:
+    """As CONTRIBUTING.md has it: a decode that cannot pause goes first."""
+    waiting = [queued(rid=f"due at {at_s}", deadline_s=at_s) for at_s in (20.0, 30.0, 10.0)]
+    brain = scheduler(LatestDeadline(), *waiting)
+    begun = [offline(rid=one.rid) for one in waiting]
+    plan = brain.plan(snapshot(*begun), NO_CACHE)
+    assert plan.pause == ("due at 10.0",)
+    fixed = offline(rid="fixed", can_pause=False)
+    plan = brain.plan(snapshot(*begun, fixed), NO_CACHE)
+    assert plan.pause == ("due at 20.0", "due at 10.0")
+    assert not plan.retract
 
 
 # --- Deadlines of offline requests --------------------------------------------------------
