@@ -133,6 +133,14 @@ def test_every_policy_is_one_of_the_cores() -> None:
     assert set(OFFLINE_POLICIES) <= set(POLICIES)
 
 
+def test_the_policies_that_ignore_targets_are_baselines_of_the_simulator() -> None:
+    from sglang_coserve.config import OFFLINE_POLICIES
+    from sglang_coserve.simulator.run import BASELINES
+
+    ignoring = {name for name, policy in OFFLINE_POLICIES.items() if policy.ignores_targets}
+    assert ignoring == OFFLINE_POLICIES.keys() & BASELINES
+
+
 @pytest.mark.parametrize(
     ("flags", "refused"),
     [

@@ -15,7 +15,9 @@ from paper.experiment import Cell, Findings
 from paper.hygen import TESTBED
 from paper.testbed import Testbed, offline_per_s
 from sglang_coserve.core.control.slo import parse_slo
-from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
+from sglang_coserve.core.policies.hygen import HygenPolicy
+from sglang_coserve.core.policy import Policy
 from sglang_coserve.metrics import LatencyReport, latency_report
 from sglang_coserve.simulator.find_budget import BudgetSearch
 from sglang_coserve.simulator.observer import RunControl
@@ -40,13 +42,11 @@ class Half(Testbed):
         part = (replace(one, arrival_s=one.arrival_s - self.begin_s) for one in whole)
         return fit_to_context((o for o in part if o.arrival_s >= 0), self.max_context_tokens)[0]
 
-    def run(self, policy: str, budget_s: float | None = None) -> SimulationResult:
-        """Run a policy under a budget."""
-        setup = self.setup(policy)
+    def run(self, policy: Policy, budget_s: float | None = None) -> SimulationResult:
+        """Run a new policy under a budget."""
+        setup = self.setup(policy.name)
         scheduler = replace(setup.scheduler, iteration_budget_s=budget_s)
-        return simulate(
-            self.workload(), replace(setup, slos=(), scheduler=scheduler), make_policy(policy)
-        )
+        return simulate(self.workload(), replace(setup, slos=(), scheduler=scheduler), policy)
 
 
 def half(slo: str, qps: float, seconds: float) -> Half:
@@ -76,7 +76,7 @@ def tried(asked: Half, slo: str, budget_s: float) -> tuple[float, float]:
     """Return by how many percent a budget exceeds online requests alone beside the other half, and
     the offline tokens/s there."""
     other = replace(asked, begin_s=asked.duration or 0.0)
-    alone, beside = other.run("online_only"), other.run("hygen", budget_s)
+    alone, beside = other.run(OnlineOnlyPolicy()), other.run(HygenPolicy(), budget_s)
     over = above(slo, latency_report(alone.online), latency_report(beside.online))
     return over, offline_per_s(beside)
 
@@ -103,7 +103,7 @@ def simple(percent: int, qps: float, seconds: float) -> tuple[Cell, ...]:
     """Return a row of Fig. 7: the mean TBT that is allowed is the budget."""
     slo = f"tbt mean <= +{percent}%"
     asked = half(slo, qps, seconds)
-    alone_s = latency_report(asked.run("online_only").online).itl.mean_s
+    alone_s = latency_report(asked.run(OnlineOnlyPolicy()).online).itl.mean_s
     assert alone_s is not None
     budget_s = parse_slo(slo).limit_over_value(alone_s)
     return f"{qps:g} QPS, {slo}", 1e3 * budget_s, *tried(asked, slo, budget_s)
@@ -138,10 +138,10 @@ def why(seconds: float) -> tuple[Sequence[str], Sequence[Sequence[Cell]]]:
     plain = half(slo, 1.5, seconds)
     suspending = replace(plain, safepoint_layers=4)
     idle = replace(plain, offline="none", backlog=0)
-    alone = latency_report(plain.run("online_only").online)
+    alone = latency_report(plain.run(OnlineOnlyPolicy()).online)
     rows: list[tuple[Cell, ...]] = []
     for budget_ms in (11.0, 15.0, 20.0, 40.0):
-        results = [one.run("hygen", budget_ms / 1e3) for one in (idle, plain, suspending)]
+        results = [one.run(HygenPolicy(), budget_ms / 1e3) for one in (idle, plain, suspending)]
         cells = [above(slo, alone, latency_report(one.online)) for one in results]
         rows.append((f"{budget_ms:g} ms", *cells, offline_per_s(results[-1])))
     columns = ("budget", "no offline work: +%", "HyGen: +%", "and safepoints: +%", "offline tok/s")

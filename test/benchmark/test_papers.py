@@ -52,6 +52,8 @@ def test_a_table_depends_on_its_own_policies() -> None:
     }
     assert f"{core}.policies.bros" in modules["bros_fig9_10"]
     assert f"{core}.policies.bros" not in modules["hygen_fig6"]
+    registry = f"{core}.policies"
+    assert [name for name in modules if registry in modules[name]] == []
 
 
 def test_comments_and_docstrings_change_nothing_and_code_does() -> None:

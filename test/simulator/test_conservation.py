@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from core.scheduler.policy_exceptions import RUNS_NO_OFFLINE, all_but
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
@@ -59,7 +60,7 @@ def requests(seed: int, count: int) -> list[SimRequest]:
     return made
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"online_only"}))
+@pytest.mark.parametrize("policy", all_but(RUNS_NO_OFFLINE))
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 16), machine=MACHINES, targets=TARGETS)
 # BROS: an online prompt waited for KV that a suspended step held; two offline requests took in turn

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_coserve.config import OFFLINE_POLICIES
+from sglang_coserve.core.policies import POLICIES
 from srt.documentation.blocks import PAGES, ROOT
 from srt.own_process import printed_by
 
@@ -118,6 +120,12 @@ def test_the_fields_of_safepoints_are_those_of_the_status() -> None:
     report = SafepointStats().report()
     assert set(report) <= set(CODE.findall(section))
     assert set(report["delays_ms"]) == names_in_table("safepoints.md", "## Status")
+
+
+def test_the_page_of_policies_has_every_policy_and_says_whether_servers_offer_it() -> None:
+    rows = [row.split(" | ") for row in section_of("policies.md", "## The policies").splitlines()]
+    told = {row[0].strip("| `"): row[1].startswith("yes") for row in rows if row[0].endswith("`")}
+    assert told == {name: name in OFFLINE_POLICIES for name in POLICIES}
 
 
 def section_of(page: str, heading: str) -> str:

@@ -93,7 +93,7 @@ def test_what_passes_the_check_can_be_read(custom_params: Any) -> None:
 def test_a_target_that_no_plan_looks_at_is_refused(policy: str, key: str) -> None:
     config = CoserveConfig(offline_policy=policy)
     with_client_marks({"coserve_class": "online"}, config)
-    if policy == "non_preemptive":
+    if OFFLINE_POLICIES[policy].ignores_targets:
         with pytest.raises(RequestError, match=f"{key} has no effect .* {policy}: leave it out"):
             with_client_marks({key: 50}, config)
         with_client_marks({key: 50}, CoserveConfig(offline_policy=policy, overload="shed"))

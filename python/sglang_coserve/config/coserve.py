@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from sglang_coserve.config.batch_api import BatchApiConfig
 from sglang_coserve.config.flags import flag, setting
@@ -16,53 +16,57 @@ from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.logs import LOG_FORMATS
 
-OFFLINE_POLICIES = ("coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
-"""Ways to decide when offline requests run."""
-
 OFFLINE_OBJECTIVES = (
     *("batch", "batch-*", "best-effort", "best-effort-*", "flex", "offline", "sheddable*"),
 )
 """What gateways of llm-d's guides call requests that nobody waits for."""
 
+
+class ServerPolicy(NamedTuple):
+    """The flags of a policy that servers offer. Names of flags are names of fields below."""
+
+    own: Mapping[str, str] = MappingProxyType({})
+    """Flags that set a field of the policy's class (``core.policies``), each with the name of that
+    field. Policies that do not list a flag refuse it."""
+
+    refused: tuple[str, ...] = ()
+    """Flags for all policies that have no effect under this policy."""
+
+    ignores_targets: bool = False
+    """True when plans look at no targets, unless ``overload`` is ``shed``."""
+
+
 _UTILITY: Final = {"offline_utility_ratio": "utility_ratio"}
-_POLICY_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+_BUDGET: Final = "iteration_budget_ms"
+
+OFFLINE_POLICIES: Final[Mapping[str, ServerPolicy]] = MappingProxyType(
     {
-        "coserve": _UTILITY,
-        "conserve": {},
-        "hygen": {**_UTILITY, "step_prefill_tokens": "step_prefill_tokens"},
-        "bros": {"base_batch_requests": "base_batch_requests"},
-        "ooco": {"offline_random_picks": "random_picks"},
-        "non_preemptive": {},
+        "coserve": ServerPolicy(own=_UTILITY),
+        "conserve": ServerPolicy(refused=(_BUDGET,)),
+        "hygen": ServerPolicy(own={**_UTILITY, "step_prefill_tokens": "step_prefill_tokens"}),
+        "bros": ServerPolicy(
+            own={"base_batch_requests": "base_batch_requests"},
+            refused=(_BUDGET, "offline_max_running", "overload"),
+        ),
+        "ooco": ServerPolicy(own={"offline_random_picks": "random_picks"}, refused=(_BUDGET,)),
+        "non_preemptive": ServerPolicy(
+            refused=(_BUDGET, "stream_slowdown", "safepoint_interval", "safepoint_decode_graphs"),
+            ignores_targets=True,
+        ),
     }
 )
-"""Fields that are settings of a policy, by policy, each with the name of the setting
-(``core.policies``). Other policies do not have the setting."""
-
-_BUDGET, _SHEDDING = "iteration_budget_ms", "overload"
-_SAFEPOINTS = ("safepoint_interval", "safepoint_decode_graphs")
-_NOT_USED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "coserve": (),
-        "conserve": (_BUDGET,),
-        "hygen": (),
-        "bros": (_BUDGET, "offline_max_running", _SHEDDING),
-        "ooco": (_BUDGET,),
-        "non_preemptive": (_BUDGET, "stream_slowdown", *_SAFEPOINTS),
-    }
-)
-"""Fields for all policies that have no effect under a policy, by policy."""
+"""The policies that servers offer, by name."""
 
 
-def _without_effect(policy: str) -> tuple[str, ...]:
-    of_policies = dict.fromkeys(name for names in _POLICY_SETTINGS.values() for name in names)
-    of_others = [name for name in of_policies if name not in _POLICY_SETTINGS[policy]]
-    return (*_NOT_USED[policy], *of_others)
+def _without_effect(policy: ServerPolicy) -> tuple[str, ...]:
+    of_any = dict.fromkeys(name for other in OFFLINE_POLICIES.values() for name in other.own)
+    return (*policy.refused, *(name for name in of_any if name not in policy.own))
 
 
 FIELDS_WITHOUT_EFFECT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {policy: _without_effect(policy) for policy in OFFLINE_POLICIES}
+    {name: _without_effect(policy) for name, policy in OFFLINE_POLICIES.items()}
 )
-"""Fields without effect under a policy, by policy; refused (``test_settings_act``)."""
+"""All flags that a server refuses under a policy, by policy (``test_settings_act``)."""
 
 NO_CHECKPOINTS = "off"
 CHECKPOINT_STRATEGIES = ("eager", "lazy")
@@ -307,7 +311,8 @@ class CoserveConfig(BatchApiConfig):
     @property
     def ignores_targets(self) -> bool:
         """True when plans look at no targets, so that requests cannot bring their own."""
-        return self.offline_policy == "non_preemptive" and self.overload != Overload.SHED.value
+        policy = OFFLINE_POLICIES[self.offline_policy]
+        return policy.ignores_targets and self.overload != Overload.SHED.value
 
     @property
     def plans_online(self) -> bool:
@@ -316,8 +321,8 @@ class CoserveConfig(BatchApiConfig):
 
     def policy_settings(self) -> dict[str, Any]:
         """Return the settings of the policy that were given, by their names there."""
-        names = _POLICY_SETTINGS[self.offline_policy]
-        given = {setting: getattr(self, name) for name, setting in names.items()}
+        own = OFFLINE_POLICIES[self.offline_policy].own
+        given = {setting: getattr(self, name) for name, setting in own.items()}
         return {setting: value for setting, value in given.items() if value is not None}
 
     def slos(self) -> tuple[Slo, ...]:

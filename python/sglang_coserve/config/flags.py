@@ -47,10 +47,10 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def setting(
     default: Any, doc: str, *, is_off_at_zero: bool = False, is_secret: bool = False, **cli: Any
 ) -> Any:
-    """Return a field whose docstring is also the help of its flag.
+    """Return a field that is a flag, with ``doc`` as its documentation and help.
 
-    With ``is_off_at_zero`` its 0 asks for nothing, so that it may always be given. With
-    ``is_secret`` its value is never shown.
+    ``cli`` are arguments of argparse. With ``is_off_at_zero`` the value 0 asks for nothing, so that
+    it may always be given. With ``is_secret`` the value is never shown.
     """
     metadata = {"doc": doc, "cli": cli, "is_off_at_zero": is_off_at_zero, "is_secret": is_secret}
     return dataclasses.field(default=default, metadata=metadata)

@@ -24,8 +24,11 @@ _RANK: Final = MappingProxyType(
 )
 
 
-def yields_first(request: Request) -> int:
-    """Return the retraction rank of a request: parked (0), then paused (1), then running (2)."""
+def retraction_rank(request: Request) -> int:
+    """Return the rank of a request among those to retract, the lowest first.
+
+    Parked requests have 0, paused ones 1, running ones 2.
+    """
     return _RANK[request.state]
 
 
@@ -66,20 +69,24 @@ class Policy(ABC):
         """Add the work of the next step to the empty batch."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
-        """Return the order of its offline queue; here deadlines at risk first, then by arrival."""
+        """Return the settings of the offline queue, which give its order.
+
+        The queue of this class begins with requests whose deadline is at risk; the others follow
+        by arrival. ``seed`` makes random picks reproducible.
+        """
         return OfflineQueueConfig(utility_ratio=0.0, longest_first=False, seed=seed)
 
     def victims(self, batch: StepBuilder) -> Sequence[Request]:
         """Return the offline requests that may be retracted, the first to retract first.
 
-        Here parked ones, then paused ones, then those that run; of these the last admitted first,
-        since the oldest are closest to their end. O(requests log requests); called only when KV
-        is short.
+        The order of this class: parked requests, paused ones, running ones. Within each group the
+        last admitted comes first, since the oldest are closest to their end. Called only when KV
+        is short. O(requests log requests).
         """
         places = {request.info.rid: place for place, request in enumerate(batch.snapshot.admitted)}
         return sorted(
             batch.offline,
-            key=lambda request: (yields_first(request), -places[request.info.rid]),
+            key=lambda request: (retraction_rank(request), -places[request.info.rid]),
         )
 
     def update(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from types import MappingProxyType
 from typing import Any, Final
 
 from sglang_coserve.core.control.slo import Slo, format_slo, parse_slo, request_targets
-from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
+from sglang_coserve.core.policies.coserve import CoservePolicy
+from sglang_coserve.core.policies.hygen import HygenPolicy
+from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report, milliseconds
@@ -21,9 +25,12 @@ from sglang_coserve.simulator.report import text_table
 from sglang_coserve.simulator.result import LABEL
 from sglang_coserve.simulator.run import Workload, simulate
 
-_ALONE: Final = "online_only"
-_POLICIES: Final = ("coserve", "hygen")
-"""Policies that observe a step budget."""
+_ALONE: Final = OnlineOnlyPolicy.name
+_POLICIES: Final[Mapping[str, type[Policy]]] = MappingProxyType(
+    {policy.name: policy for policy in (CoservePolicy, HygenPolicy)}
+)
+"""Policies that observe a step budget. No others are imported, so a change of another policy leaves
+the results as they are."""
 
 _HIGHEST: Final = 2.0
 """Highest budget to try, relative to the largest limit of the SLOs: a statistic allows some steps
@@ -264,7 +271,8 @@ class BudgetSearch:
             scheduler=replace(setup.scheduler, iteration_budget_s=budget_s),
         )
         self._control.begin(name, workload.interval_s)
-        chosen = make_policy(policy, self._options.policy_settings(policy))
+        made = OnlineOnlyPolicy if policy == _ALONE else _POLICIES[policy]
+        chosen = made(**self._options.policy_settings(policy))
         result = simulate(workload, setup, chosen, on_progress=self._control.tick)
         if self._control.should_stop:
             raise _EndedEarlyError

@@ -42,7 +42,7 @@ class SimulationFlags:
     tp_size: int = flag(1, "Devices that share the model.", min=1, group=_MACHINE)
     policy: str = flag(
         "online_only,coserve",
-        "Policies to compare on the same workload.",
+        "Policies to compare on the same workload, with the defaults of their own settings.",
         metavar="NAME,…",
         group=_POLICY,
     )

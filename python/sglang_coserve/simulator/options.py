@@ -105,7 +105,10 @@ class SimulationOptions(SimulationFlags):
         )
 
     def policy_settings(self, policy: str) -> dict[str, int]:
-        """Return the settings of the policy of this name that are among the flags."""
+        """Return the settings that flags give the policy of this name.
+
+        Only ``hygen`` has a setting with a flag; all others have their defaults.
+        """
         if policy != _CHUNKED or self.step_prefill_tokens is None:
             return {}
         return {"step_prefill_tokens": self.step_prefill_tokens}

@@ -15,7 +15,7 @@ from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, Request, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
@@ -27,6 +27,8 @@ MODEL = PolynomialModel.of(
 TARGETS = SloTargets(ttft_s=1.0, tpot_s=0.1)
 
 _numbers = itertools.count()
+_first_tokens = itertools.count(1 << 40, 1 << 20)
+"""First tokens of prompts that share no prefix with the prompts of tests."""
 
 
 def online(
@@ -79,14 +81,23 @@ def offline(
 
 
 def queued(
-    prompt_tokens: int = 100, *, rid: str | None = None, arrival_s: float = 0.0, first: int = 0
+    prompt_tokens: int = 100,
+    *,
+    rid: str | None = None,
+    arrival_s: float = 0.0,
+    deadline_s: float | None = None,
+    first: int = 0,
 ) -> QueuedRequest:
-    """An offline request that waits."""
+    """An offline request that waits.
+
+    Once a snapshot has ``offline(rid=…)`` with the same rid, it runs.
+    """
     return QueuedRequest(
         rid=rid or f"queued-{next(_numbers)}",
         token_ids=pack_tokens(range(first, first + prompt_tokens)),
         arrival_s=arrival_s,
         max_new_tokens=64,
+        deadline_s=deadline_s,
     )
 
 
@@ -115,6 +126,24 @@ class Cache:
 NO_CACHE = Cache()
 
 
+class SceneScheduler(Scheduler):
+    """A scheduler to which a test need not tell which offline requests have begun.
+
+    As in an engine, the queue knows every offline request that holds KV: the request leaves the
+    queue with the first snapshot that has it. A request that was never queued is queued first.
+    """
+
+    def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
+        for request in (*snapshot.admitted, *snapshot.elsewhere):
+            info = request.info
+            if info.is_online or self.queue.is_running(info.rid):
+                continue
+            if info.rid not in self.queue:
+                self.queue.add(queued(info.prompt_tokens, rid=info.rid, first=next(_first_tokens)))
+            self.queue.take(info.rid)
+        return super().plan(snapshot, cache)
+
+
 def scheduler(
     policy: str | Policy = "conserve",
     *waiting: QueuedRequest,
@@ -132,7 +161,7 @@ def scheduler(
         policy = make_policy(policy)
     settings = SchedulerConfig(**config)  # type: ignore[arg-type]
     promised = tuple(map(parse_slo, slos)) or deadlines(targets)
-    made = Scheduler(policy, model, promised, settings, engine=engine)
+    made = SceneScheduler(policy, model, promised, settings, engine=engine)
     for request in waiting:
         made.add_offline(request)
     return made

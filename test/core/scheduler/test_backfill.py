@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.scheduler.policy_exceptions import IGNORES_CLASSES, RUNS_NO_OFFLINE, all_but
 from core.scheduler.scenarios import NO_CACHE, offline, online, queued, scheduler, snapshot
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 
 DECODING, PARKED = RequestState.DECODING, RequestState.PARKED
-POLICIES = ["coserve", "conserve", "hygen", "ooco", "bros"]
+OFFLINE_BESIDE_ONLINE = all_but(IGNORES_CLASSES | RUNS_NO_OFFLINE)
 KV_TOKENS = 10_000
 
 
@@ -25,7 +26,7 @@ def stream(now_s: float) -> Request:
     return online(100, DECODING, last_token_s=now_s)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", OFFLINE_BESIDE_ONLINE)
 def test_others_go_on_behind_prompts_for_which_online_requests_leave_no_kv(policy: str) -> None:
     giants = [queued(9_000, rid=f"giant-{number}", arrival_s=-1.0) for number in range(100)]
     core = scheduler(policy, *giants, queued(50, rid="small", first=100_000))
@@ -67,7 +68,7 @@ def test_a_prompt_that_needs_little_of_the_kv_is_always_waited_for() -> None:
     # Where online requests hold more than half, new offline ones would crowd them out.
     online_tokens=st.integers(100, 4_900),
     lengths=st.lists(st.integers(1, KV_TOKENS), min_size=1, max_size=20),
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(OFFLINE_BESIDE_ONLINE),
 )
 def test_some_offline_prompt_begins_whenever_one_fits(
     online_tokens: int, lengths: list[int], policy: str

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from core.scheduler.policy_exceptions import HAS_FIXED_BUDGET, all_but
 from core.scheduler.scenarios import (
     NO_CACHE,
     TARGETS,
@@ -25,6 +26,7 @@ from sglang_coserve.core.step import Bound, PromptStop, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.work_log import Subject
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.run import BASELINES
 
 DECODING = RequestState.DECODING
 
@@ -169,9 +171,8 @@ def test_a_plan_says_what_bounds_its_offline_work_and_the_log_says_so_in_words(
     assert beside == {subject.name.lower()}
 
 
-@pytest.mark.parametrize("policy", ["coserve", "conserve", "ooco"])
+@pytest.mark.parametrize("policy", all_but(BASELINES | HAS_FIXED_BUDGET))
 def test_offline_steps_alone_are_bounded_by_their_safepoints(policy: str) -> None:
-    """Under HyGen its budget bounds them, too."""
     brain = scheduler(policy, queued(9000))
     seen = replace(snapshot(), stop_share=0.1)
     assert brain.plan(seen, NO_CACHE).bound_by is Bound.LANE

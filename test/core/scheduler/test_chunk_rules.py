@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.scheduler.policy_exceptions import SERVES_BY_URGENCY, all_but
 from core.scheduler.scenarios import (
     NO_CACHE,
     offline,
@@ -20,8 +21,7 @@ WHOLE = ChunkRules(may_cut=False)
 ALIGNED = ChunkRules(align_tokens=256)
 
 
-# With bros a prompt runs over the bound once it is the most urgent.
-@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "ooco"])
+@pytest.mark.parametrize("policy", all_but(SERVES_BY_URGENCY))
 @pytest.mark.parametrize(("rules", "tokens"), [(WHOLE, 900), (ALIGNED, 256)], ids=["whole", "cut"])
 def test_an_online_prompt_begins_though_no_piece_keeps_the_targets_of_decodes(
     policy: str, rules: ChunkRules, tokens: int

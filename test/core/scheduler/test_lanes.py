@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.scheduler.policy_exceptions import LATENCY_POLICIES
 from core.scheduler.scenarios import (
     MODEL,
     NO_CACHE,
@@ -50,7 +51,7 @@ def test_without_online_requests_offline_work_has_a_lane_of_its_own_for_any_time
     assert plan.prefills
 
 
-@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
+@pytest.mark.parametrize("policy", LATENCY_POLICIES)
 def test_a_part_of_a_step_of_the_lane_fits_between_two_decodes(policy: str) -> None:
     plan = plan_of(scheduler(policy, queued(8000)), seen())
     assert 0.25 * plan.predicted_s <= TARGETS.tpot_s
@@ -69,7 +70,7 @@ def test_offline_decodes_join_their_lane_when_no_online_request_is_left() -> Non
     assert plan.batch.decode_requests == 2
 
 
-@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
+@pytest.mark.parametrize("policy", LATENCY_POLICIES)
 @pytest.mark.parametrize("state", [RequestState.WAITING, RequestState.PREFILLING])
 def test_an_online_prompt_goes_before_a_suspended_step(policy: str, state: RequestState) -> None:
     prompt = online(100, state, computed=0 if state is RequestState.WAITING else 10)
@@ -78,7 +79,7 @@ def test_an_online_prompt_goes_before_a_suspended_step(policy: str, state: Reque
     assert [chunk.rid for chunk in plan.prefills] == [prompt.info.rid]
 
 
-@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
+@pytest.mark.parametrize("policy", LATENCY_POLICIES)
 def test_a_suspended_step_goes_on_until_a_decode_is_due(policy: str) -> None:
     # Its token is due at 100 ms, and the step that computes it takes 10 ms.
     plan = plan_of(scheduler(policy), seen(online(100, DECODING), done_share=0.5))
@@ -87,7 +88,7 @@ def test_a_suspended_step_goes_on_until_a_decode_is_due(policy: str) -> None:
     assert plan.predicted_s == pytest.approx(0.5 * MODEL.predict(WORK))
 
 
-@pytest.mark.parametrize("policy", ["coserve", "bros"])
+@pytest.mark.parametrize("policy", LATENCY_POLICIES)
 def test_when_it_is_due_a_decode_runs_and_nothing_beside_it(policy: str) -> None:
     request, paused = online(100, DECODING), offline(100, PAUSED)
     core = scheduler(policy, queued(500))
@@ -129,7 +130,7 @@ def test_a_suspended_step_is_dropped_only_if_all_else_is_not_enough() -> None:
     assert not plan.retract
 
 
-@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
+@pytest.mark.parametrize("policy", LATENCY_POLICIES)
 @pytest.mark.parametrize("own_s", [None, 0.02])
 def test_a_step_that_waits_in_vain_is_dropped(policy: str, own_s: float | None) -> None:
     """Streams that never pause would keep it for minutes, with its requests.
@@ -271,19 +272,21 @@ def test_without_any_target_an_arrival_does_not_wait() -> None:
     assert is_late_behind(2.0, [arrived(100, 1.0)], 1.9, MODEL, None)
 
 
-def test_only_conserve_lets_arrivals_wait() -> None:
-    waits = [
-        name
-        for name in POLICIES
-        if not scheduler(name).must_suspend(0.0, [arrived(1, 0.0, 60.0)], 0.0)
-    ]
-    assert waits == ["conserve"]
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_arrival_waits_only_under_a_policy_that_lets_it(policy: str) -> None:
+    waits = not scheduler(policy).must_suspend(0.0, [arrived(1, 0.0, 60.0)], 0.0)
+    assert waits == POLICIES[policy].lets_arrivals_wait
+
+
+def test_conserve_lets_arrivals_wait_and_the_default_does_not() -> None:
+    assert POLICIES["conserve"].lets_arrivals_wait
+    assert not POLICIES["coserve"].lets_arrivals_wait
 
 
 # --- Where there is no lane ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "sarathi", "priority", "non_preemptive"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if not POLICIES[name].is_preemptive])
 def test_systems_without_preemption_have_none(policy: str) -> None:
     core = scheduler(policy, queued(500), targets=TARGETS)
     assert plan_of(core, seen()).lane is Lane.SHARED

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.scheduler.policy_exceptions import IGNORES_CLASSES, KEEPS_OFFLINE_KV, all_but
 from core.scheduler.scenarios import (
     MODEL,
     NO_CACHE,
@@ -18,7 +19,6 @@ from core.scheduler.scenarios import (
     snapshot,
 )
 from sglang_coserve.core.control.baseline import EngineSize
-from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
@@ -177,7 +177,7 @@ def test_an_iteration_budget_bounds_online_chunks_too() -> None:
     assert 0.02 < plan.predicted_s <= 0.03
 
 
-@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "sarathi", "ooco"])
+@pytest.mark.parametrize("policy", all_but(KEEPS_OFFLINE_KV))
 def test_victims_are_parked_then_paused_then_the_last_admitted(policy: str) -> None:
     """The requests hold 300 tokens; a prompt of 250 needs all but the oldest."""
     requests = [
@@ -244,7 +244,7 @@ def test_nobody_is_retracted_in_vain() -> None:
     assert plan.batch.decode_requests == 2
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"fcfs"}))
+@pytest.mark.parametrize("policy", all_but(IGNORES_CLASSES))
 def test_no_online_request_loses_memory_to_an_offline_one_that_cannot_pause(policy: str) -> None:
     """Each of the decodes opens a page, and there is none."""
     requests = (online(16, DECODING, computed=16), offline(16, computed=16, can_pause=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.scheduler.policy_exceptions import SHEDS_NOBODY, all_but
 from core.scheduler.scenarios import NO_CACHE, online, rids, scheduler, snapshot
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
@@ -12,7 +13,7 @@ from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
 
 DECODING = RequestState.DECODING
-SHEDDING = ["coserve", "conserve", "hygen", "ooco", "non_preemptive"]
+SHEDDING = all_but(SHEDS_NOBODY)
 TTFT = SloTargets(ttft_s=1.0)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.scheduler.policy_exceptions import LATENCY_POLICIES
 from core.scheduler.scenarios import MODEL, NO_CACHE, offline, online, queued, scheduler, snapshot
 from sglang_coserve.core.learned_model import pipelined
 from sglang_coserve.core.request import RequestState
@@ -73,7 +74,7 @@ def test_a_step_behind_a_slower_one_says_nothing_of_its_own_batch() -> None:
 # --- Online requests in other micro-batches -----------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
+@pytest.mark.parametrize("policy", LATENCY_POLICIES)
 def test_their_target_bounds_offline_work(policy: str) -> None:
     """It would take as long as it likes, but for them."""
     brain = scheduler(policy, queued(8000))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
+from core.scheduler.policy_exceptions import RUNS_NO_OFFLINE, all_but
 from core.scheduler.scenarios import (
     MODEL,
     NO_CACHE,
@@ -20,12 +22,16 @@ from core.scheduler.scenarios import (
     snapshot,
 )
 from sglang_coserve.core.latency_model.polynomial import PolynomialModel
-from sglang_coserve.core.policies import POLICIES, make_policy
+from sglang_coserve.core.planning.offline_phase import decode_offline, prefill_offline
+from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.baselines import FcfsPolicy, SarathiPolicy
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
+from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import Request
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 
@@ -283,13 +289,48 @@ class TestBaselines:
         assert [chunk.tokens for chunk in plan.prefills] == [2048]
 
 
+# --- A policy of one's own ----------------------------------------------------------------
+
+
+@dataclass
+class LatestDeadline(Policy):
+    """Runs the offline decodes with the latest deadlines, and only so many."""
+
+    name: ClassVar[str] = "latest_deadline"
+    most_decodes: int = 2
+
+    def compose(self, batch: StepBuilder) -> None:
+        queue = batch.context.queue
+
+        def key(request: Request) -> tuple[bool, float]:
+            deadline_s = queue.running(request.info.rid).deadline_s
+            return request.info.can_pause, math.inf if deadline_s is None else -deadline_s
+
+        latest = sorted(batch.offline_decodes, key=key)
+        decode_offline(batch, latest[: self.most_decodes])
+        prefill_offline(batch)
+
+
+def test_a_policy_may_choose_among_decodes_by_what_the_queue_knows_of_them() -> None:
+    """As CONTRIBUTING.md has it: a decode that cannot pause goes first."""
+    waiting = [queued(rid=f"due at {at_s}", deadline_s=at_s) for at_s in (20.0, 30.0, 10.0)]
+    brain = scheduler(LatestDeadline(), *waiting)
+    begun = [offline(rid=one.rid) for one in waiting]
+    plan = brain.plan(snapshot(*begun), NO_CACHE)
+    assert plan.pause == ("due at 10.0",)
+    fixed = offline(rid="fixed", can_pause=False)
+    plan = brain.plan(snapshot(*begun, fixed), NO_CACHE)
+    assert plan.pause == ("due at 20.0", "due at 10.0")
+    assert not plan.retract
+
+
 # --- Deadlines of offline requests --------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"online_only"}))
+@pytest.mark.parametrize("policy", all_but(RUNS_NO_OFFLINE))
 def test_a_request_whose_deadline_is_at_risk_is_first(policy: str) -> None:
     older = [queued(100, arrival_s=float(number)) for number in range(3)]
-    due = replace(queued(100, rid="due", arrival_s=5.0), deadline_s=20.0)
+    due = queued(100, rid="due", arrival_s=5.0, deadline_s=20.0)
     brain = scheduler(policy, *older, due)
     plan = brain.plan(snapshot(now_s=10.0, free_slots=1), NO_CACHE)
     assert [chunk.rid for chunk in plan.prefills] == ["due"]
@@ -297,8 +338,9 @@ def test_a_request_whose_deadline_is_at_risk_is_first(policy: str) -> None:
 
 def test_urgency_begins_at_the_latest_start() -> None:
     """Both are due at the same time; one of them has twice as much to generate."""
-    short = replace(queued(100, rid="short", arrival_s=0.0), deadline_s=1000.0)
-    long = replace(queued(100, rid="long", arrival_s=5.0), deadline_s=1000.0, max_new_tokens=128)
+    short = queued(100, rid="short", deadline_s=1000.0)
+    long = queued(100, rid="long", arrival_s=5.0, deadline_s=1000.0)
+    long = replace(long, max_new_tokens=128)
     brain = scheduler("conserve")
     decoded_for(brain, tokens=3, token_s=5.0)
     for request in (short, long):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from core.scheduler.policy_exceptions import RUNS_NO_OFFLINE, all_but
 from core.scheduler.scenarios import (
     MODEL,
     NO_CACHE,
@@ -279,8 +280,11 @@ def test_requests_of_a_suspended_step_are_not_among_them() -> None:
     assert [admitted(plan)[-1] for plan in plans] == ["new", "new"]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"coserve", "online_only"}))
-def test_the_papers_policies_take_all_kv(held: Request, policy: str) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [name for name in all_but(RUNS_NO_OFFLINE) if not POLICIES[name].protects_prefixes],
+)
+def test_a_policy_that_protects_no_prefixes_takes_all_kv(held: Request, policy: str) -> None:
     brain = chatted(60_000, queued(40_000, rid="new"), policy=policy)
     seen = seen_at(100.0, held, max_batch_tokens=KV_TOKENS)
     assert admitted(brain.plan(seen, NO_CACHE)) == ["new"]

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from core.scheduler import scenarios
+from core.scheduler.policy_exceptions import HOLDS_ONLINE_BACK, RUNS_ALL_DECODES, RUNS_NO_OFFLINE
 from core.scheduler.scenarios import MODEL
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.offline_queue import pack_tokens
@@ -37,10 +38,6 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointCo
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_step import RunningStep
 from simulator.engines import check_executor
-
-# What the papers and the baselines define otherwise.
-HOLDS_ONLINE_BACK = {"fcfs", "non_preemptive", "bros"}
-RUNS_ALL_DECODES = {"fcfs", "non_preemptive", "priority", "sarathi"}
 
 slo_targets = st.builds(
     SloTargets,
@@ -307,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.engine.step():
                 break
         left = [request.info.rid for request in self.engine.requests if not request.state.is_final]
-        assert self.policy == "online_only" or not left, f"never ended: {left}"
+        assert self.policy in RUNS_NO_OFFLINE or not left, f"never ended: {left}"
         assert len(self.engine.requests) == self.num_arrivals
         assert not self.executor.admitted
         assert self.executor.kv.held_tokens == 0

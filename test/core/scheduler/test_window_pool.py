@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.scheduler.policy_exceptions import KEEPS_OFFLINE_KV, all_but
 from core.scheduler.scenarios import NO_CACHE, offline, online, queued, rids, scheduler, snapshot
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
@@ -21,7 +22,7 @@ def test_a_prompt_longer_than_the_pool_is_computed(policy: str) -> None:
     assert [chunk.rid for chunk in plan.prefills] == list(rids([prompt]))
 
 
-@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros"])
+@pytest.mark.parametrize("policy", all_but(KEEPS_OFFLINE_KV))
 def test_offline_requests_leave_it_for_an_online_prompt(policy: str) -> None:
     """One request leaves a window, however long it is."""
     requests = [offline(1000) for _ in range(4)]

@@ -60,28 +60,27 @@ class OfflineQueue:
     """Holds the waiting offline requests, and the positions of the running ones.
 
     A request is added and waits. It is taken and runs. A retracted request is restored, and waits
-    again at its position. A request that ends, for any reason, is removed.
-    A rid that is not in the queue is a ``RequestError``, unless it is said to be ignored.
+    again at its position. A request that ends, for any reason, is removed. Methods raise
+    ``RequestError`` for a rid that is not in the queue, unless they are said to ignore it.
 
-    The next request is, by the first rule that applies:
+    The first rule that applies picks the next request:
 
-    1. Starvation: the oldest request, if the last ``max_overtakes`` picks all
-       passed over the oldest one.
-    2. Deadlines: the request with the earliest latest start, if that is yet to come and less
-       than ``deadline_slack_s`` away. For requests that have yet to start, the latest start is
-       what matters, not the deadline. A deadline that is predicted to be missed counts as none.
-       Not twice in a row: a request that passes over the oldest by a deadline earlier by more than
-       ``deadline_slack_s`` leaves the next pick to the other rules, so that short deadlines take
-       half of the picks at most.
-    3. Length, with ``longest_first``: the request that would run longest, if it would run
+    1. Starvation: picks the oldest request, once ``max_overtakes`` picks in a row have passed over
+       the oldest one.
+    2. Deadlines: picks the request with the earliest latest start (its deadline less its predicted
+       run time), if this start is less than ``deadline_slack_s`` away. A latest start in the past
+       counts for nothing, since the deadline is predicted to be missed. A request that passes over
+       the oldest one by a latest start earlier by more than ``deadline_slack_s`` leaves the next
+       pick to the other rules, so that short deadlines take half of the picks at most.
+    3. Length, with ``longest_first``: picks the request that would run longest, if it would run
        longer than all waiting work takes, spread over the running requests, and longer than the
        mean. Otherwise it would run on alone at the end.
-    4. HyGen A.3: with probability ``utility_ratio`` the request that shares the
-       longest prefix with the one taken last, else the oldest. In
-       HyGen, picking the oldest does not move the position in the trie's order; here the
-       order continues from any request taken, because its prefix is in the cache.
-       It continues from another request instead if other requests have left more of its prompt
-       in the cache (``cached``) than the next request shares with the last.
+    4. Prefix or age (HyGen A.3): with probability ``utility_ratio`` picks the request that shares
+       the longest prefix with the one taken last, else the oldest. In HyGen, picking the oldest
+       does not move the position in the trie's order. Here the order goes on from any request
+       taken, because its prefix is in the cache. The order goes on from another request if other
+       requests have left more of its prompt in the cache (``cached``) than the next request shares
+       with the last.
 
     The oldest request is the one with the earliest arrival; ties go by the order of
     ``add``. Each taken request uses one random draw, whichever rule decided, so the same seed

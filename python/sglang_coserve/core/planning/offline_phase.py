@@ -62,8 +62,11 @@ def serve_offline(batch: StepBuilder, *, efficiently: bool = False) -> None:
     requests it may take ``least_offline_s`` whatever the budget is, because a shorter step is
     mostly fixed cost.
 
-    Without online requests, a budget that not even the smallest batch keeps is ignored:
-    it would stop the engine and help nobody.
+    Without online requests, the budget leaves no batch empty, because an empty step would stop the
+    engine and help nobody. If no decode and no chunk keeps the budget, all decodes are added
+    without a budget, and prompts up to the tokens of the smallest chunk. A policy that calls
+    ``decode_offline`` and ``prefill_offline`` itself has no such fallback: it sets no budget for
+    steps without online requests, as ``OocoPolicy``.
     """
     free_tokens = batch.free_tokens
     if efficiently and not batch.has_online:
@@ -94,7 +97,7 @@ def decode_offline(batch: StepBuilder, requests: Iterable[Request]) -> None:
     memory = batch.memory
     requests = memory.without_retracted(requests)
     while True:
-        fitting = requests[: longest_prefix(batch, requests)]
+        fitting = requests[: num_fitting(batch, requests)]
         needed = memory.kv_to_decode(fitting)
         has_room = memory.has_room(needed, requests=len(fitting))
         if has_room and memory.leaves_prefixes(needed):
@@ -110,8 +113,11 @@ def decode_offline(batch: StepBuilder, requests: Iterable[Request]) -> None:
     batch.decode(fitting)
 
 
-def longest_prefix(batch: StepBuilder, requests: Sequence[Request]) -> int:
-    """Return how many of the first requests fit the latency and token budgets, by bisection."""
+def num_fitting(batch: StepBuilder, requests: Sequence[Request]) -> int:
+    """Return how many decodes fit the latency and token budgets, counted from the first on.
+
+    O(requests), with O(log requests) predictions.
+    """
     limit = len(requests)
     if batch.stats.prefill_tokens:
         limit = min(limit, max(batch.free_tokens, 0))

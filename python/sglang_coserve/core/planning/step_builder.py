@@ -103,8 +103,9 @@ class StepBuilder:
         self.online_prefills: list[Request] = []
         """Online requests whose prefill is unfinished, the running one first."""
         self.offline_decodes: list[Request] = []
-        """Offline requests that decode or are paused, in order of admission; those that cannot
-        pause before the others."""
+        """Offline requests that decode or are paused. Requests that cannot pause come first,
+        because ``build`` retracts them where it pauses others. Otherwise they are in order of
+        admission; a policy may choose another order."""
         self.offline_prefills: list[Request] = []
         """Offline requests whose prefill is unfinished, the running one first."""
         self._staying: list[Request] = []
@@ -139,7 +140,8 @@ class StepBuilder:
         self.skips_decodes = False
         """The step runs prompts only: no request decodes in it."""
         self.admits_offline = True
-        """False when an online request waits for KV that new offline requests must not take."""
+        """Whether new offline requests may start. They may not while an online request waits for
+        KV."""
         self.free_tokens = snapshot.max_batch_tokens
         self.shed: list[str] = []
         """Waiting online requests that are refused."""

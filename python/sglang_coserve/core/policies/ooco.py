@@ -12,12 +12,12 @@ from typing import Annotated, ClassVar, Final
 from sglang_coserve.core.bottleneck import is_compute_saturated
 from sglang_coserve.core.planning.offline_phase import (
     decode_offline,
-    longest_prefix,
+    num_fitting,
     prefill_offline,
 )
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
 from sglang_coserve.core.planning.step_builder import StepBuilder
-from sglang_coserve.core.policy import Policy, yields_first
+from sglang_coserve.core.policy import Policy, retraction_rank
 from sglang_coserve.core.ranges import NOT_NEGATIVE
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Bound
@@ -75,7 +75,7 @@ class OocoPolicy(Policy):
         sign = -1 if is_compute_saturated(batch.model, decodes) else 1
         return sorted(
             batch.offline,
-            key=lambda request: (yields_first(request), sign * request.computed_tokens),
+            key=lambda request: (retraction_rank(request), sign * request.computed_tokens),
         )
 
     def compose(self, batch: StepBuilder) -> None:
@@ -107,7 +107,7 @@ class OocoPolicy(Policy):
     def _decode_mix(self, batch: StepBuilder) -> None:
         """Add offline decodes by Algorithm 2. O(requests log requests) if not all fit."""
         requests = batch.memory.without_retracted(batch.offline_decodes)
-        if longest_prefix(batch, requests) < len(requests):
+        if num_fitting(batch, requests) < len(requests):
             draws = random.Random(batch.context.config.seed << 32 | batch.context.step)
             draws.shuffle(requests)
             chosen: list[Request] = []
