@@ -205,6 +205,18 @@ class TestOoco:
         assert not {*plan.pause} & {*rids(short)}
         assert {*plan.pause} < {*rids(long)}
 
+    @pytest.mark.parametrize("random_picks", [0, 4, 40])
+    def test_decodes_that_cannot_pause_run_first(self, random_picks: int) -> None:
+        """They would be retracted if they were left out."""
+        policy, targets = OocoPolicy(random_picks=random_picks), SloTargets(1.0, 0.0106)
+        fixed = offline(500, DECODING, can_pause=False)
+        for seed in range(20):
+            others = [offline(300, DECODING) for _ in range(9)]
+            view = snapshot(online(10, DECODING), *others[:5], fixed, *others[5:])
+            plan = scheduler(policy, seed=seed, targets=targets).plan(view, NO_CACHE)
+            assert plan.pause
+            assert not plan.retract
+
     def test_draws_let_long_ones_run_too(self) -> None:
         """One of each step's draws: in the end every long decode has run."""
         requests = [offline(400_000) for _ in range(4)] + [offline(100) for _ in range(400)]

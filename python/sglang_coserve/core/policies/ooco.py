@@ -110,6 +110,8 @@ class OocoPolicy(Policy):
         if num_fitting(batch, requests) < len(requests):
             draws = random.Random(batch.context.config.seed << 32 | batch.context.step)
             draws.shuffle(requests)
+            # First the decodes that cannot pause: a step that left them out would retract them.
+            requests.sort(key=lambda request: request.info.can_pause)
             chosen: list[Request] = []
             context_tokens = 0
             for request in requests[: self.random_picks]:
@@ -119,7 +121,8 @@ class OocoPolicy(Policy):
                     chosen.append(request)
                     context_tokens = longer_tokens
             rest = sorted(
-                requests[self.random_picks :], key=lambda request: request.computed_tokens
+                requests[self.random_picks :],
+                key=lambda request: (request.info.can_pause, request.computed_tokens),
             )
             requests = chosen + rest
         decode_offline(batch, requests)
