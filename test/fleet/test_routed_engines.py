@@ -69,13 +69,13 @@ async def routed(
     async with Router() as router:
         engines = RoutedEngines(router.url, key, most_lines)
         async with FleetBackend("", routers=[engines], look_interval_s=0.02) as fleet:
-            fleet.set_engines([engines.url])
+            fleet.engines.set([engines.url])
             yield router, fleet
 
 
 async def test_a_batch_goes_through_a_router_with_its_class_and_deadline(tmp_path: Path) -> None:
     async with routed() as (router, fleet):
-        await fleet.ready()
+        await fleet.engines.ready()
         assert fleet.model_names == ("small", "sql")
         async with await BatchService.open(tmp_path / "data", fleet) as service:
             file = await service.create_file(OWNER, "in.jsonl", stream(lines(40)))
@@ -92,7 +92,7 @@ async def test_a_batch_goes_through_a_router_with_its_class_and_deadline(tmp_pat
 
 async def test_a_router_has_no_more_lines_than_it_may() -> None:
     async with routed(most_lines=5) as (router, fleet):
-        await fleet.ready()
+        await fleet.engines.ready()
         router.holds.clear()
         tasks = [
             asyncio.ensure_future(fleet.run(request(f"{n}"), lambda _: None)) for n in range(20)
@@ -118,7 +118,7 @@ async def test_a_failure_behind_the_router_is_an_attempt_of_the_line(
 ) -> None:
     """Nobody knows which engine it was, so the line may be at fault; others go on."""
     async with routed() as (router, fleet):
-        await fleet.ready()
+        await fleet.engines.ready()
         router.statuses = [status]
         result = await fleet.run(request(), lambda _: None)
         assert (result.status_code, result.is_retryable, result.kind) == (status, True, kind)
@@ -130,7 +130,7 @@ async def test_a_failure_behind_the_router_is_an_attempt_of_the_line(
 async def test_a_line_without_a_model_gets_the_only_one(asked: str | None) -> None:
     async with routed() as (router, fleet):
         router.models = ["small"]
-        await fleet.ready()
+        await fleet.engines.ready()
         line = LineRequest("b", 1, "/v1/completions", {"prompt": "a", "model": asked})
         assert (await fleet.run(line, lambda _: None)).is_ok
         assert router.seen[0][1]["model"] == "small"
@@ -138,7 +138,7 @@ async def test_a_line_without_a_model_gets_the_only_one(asked: str | None) -> No
 
 async def test_models_in_another_order_are_the_same_models() -> None:
     async with routed() as (router, fleet):
-        await fleet.ready()
+        await fleet.engines.ready()
         changes: list[None] = []
         fleet.when_changing(lambda: changes.append(None))
         router.models.reverse()
@@ -149,7 +149,7 @@ async def test_models_in_another_order_are_the_same_models() -> None:
 
 async def test_a_router_that_shows_its_models_and_refuses_lines_rests() -> None:
     async with routed() as (router, fleet):
-        await fleet.ready()
+        await fleet.engines.ready()
         (engine,) = fleet.engines
         router.statuses = [401] * 1000
         serving = asyncio.ensure_future(fleet.run(request(), lambda _: None))
@@ -164,7 +164,7 @@ async def test_a_router_that_shows_its_models_and_refuses_lines_rests() -> None:
 
 async def test_a_router_may_refuse_a_single_line() -> None:
     async with routed() as (router, fleet):
-        await fleet.ready()
+        await fleet.engines.ready()
         router.statuses = [200, 403]
         assert (await fleet.run(request("good"), lambda _: None)).is_ok
         refused = await fleet.run(request("not yours"), lambda _: None)

@@ -222,7 +222,7 @@ async def test_a_gateway_serves_with_engines_of_other_versions() -> None:
     older = OlderEngine()
     async with fleet_of(newer, older) as fleet:
         async with asyncio.timeout(60):
-            await fleet.ready()
+            await fleet.engines.ready()
         assert {engine.state for engine in fleet.engines} == {EngineState.UP}
         assert fleet.limits == BodyLimits(max_bytes=1000)
         served = await spread(fleet, newer, older)

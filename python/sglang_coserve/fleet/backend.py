@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from itertools import count
@@ -17,12 +15,13 @@ from typing import Final, Self
 
 from msgspec.structs import replace
 
-from sglang_coserve.errors import ConfigError, ServerError
+from sglang_coserve.errors import ServerError
 from sglang_coserve.fleet.delays import FleetDelays
 from sglang_coserve.fleet.engine import LINES_AHEAD, EngineState, RemoteEngine
+from sglang_coserve.fleet.fleet_engines import LOOK_INTERVAL_S, EngineObserver, FleetEngines
+from sglang_coserve.fleet.fleet_line import Attempt, FleetLine
 from sglang_coserve.fleet.line_placement.failure_streak import FAILURES_IN_A_ROW
 from sglang_coserve.fleet.line_placement.line_moves import Move
-from sglang_coserve.fleet.line_placement.model_vote import served_model
 from sglang_coserve.fleet.line_placement.placement import (
     DEATHS_BEFORE_APART,
     LinePlacement,
@@ -30,8 +29,7 @@ from sglang_coserve.fleet.line_placement.placement import (
 )
 from sglang_coserve.fleet.optional_parts import LINE_MOVES
 from sglang_coserve.fleet.routed_engines import RoutedEngines
-from sglang_coserve.fleet.served_model import ServedModel
-from sglang_coserve.http_lines.http_engine import AttemptListener, HttpEngine
+from sglang_coserve.http_lines.http_engine import AttemptListener
 from sglang_coserve.http_lines.messages import EngineDelays, EngineLostError, EngineRefusesError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.request_line import not_served, prefix_key
@@ -43,19 +41,11 @@ from sglang_coserve.lines.backend import (
     LineMovedError,
     LineRequest,
     LineResult,
-    MovedKv,
     TokenRate,
 )
 from sglang_coserve.lines.background import TaskSupervisor, backoff_s
 from sglang_coserve.lines.result_record import error_code, error_message, usage_of
 from sglang_coserve.network import raised_open_files
-
-_LOOK_INTERVAL_S: Final = 0.5
-"""How often an engine is asked how it stands. A window grows by ``LINES_AHEAD`` each time."""
-
-_LOOKS_PER_S: Final = 100
-"""Looks at all engines together: they take about a tenth of a core. More engines are asked less
-often."""
 
 _FIRST_PAUSE_S: Final = 0.1
 _MOST_PAUSE_S: Final = 10.0
@@ -67,12 +57,9 @@ _MOST_SETBACKS: Final = 8
 _OTHER_FILES: Final = 256
 """Open files beside the connections of lines: clients, the data directory, looks at engines."""
 
-_WATCH: Final = "engine_watch"
 _DELAYS: Final = "online_delays"
 _HAND_BACK: Final = "hand_back"
 """Names of tasks."""
-
-_NO_MORE: Final = "it is none of the fleet any more"
 
 ENDS: Final = ("moved", "cut", "lost", "given_up", "pulled", "returned")
 """How attempts end without an answer: the engine gave the line back; the connection broke, and the
@@ -82,70 +69,10 @@ over, or had no room for it any more."""
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """An attempt at a line in one engine.
-
-    ``line.attempt is attempt`` says that the attempt still counts. It does not once the engine's
-    death was noted: the line waits for another attempt, or has it already.
-    """
-
-    engine: RemoteEngine
-    name: str = field(default_factory=lambda: secrets.token_hex(8))
-    run: str | None = None
-    """The run of the engine that has the line; None before the engine has answered."""
-
-    limit: asyncio.Timeout | None = None
-    """Ends the attempt, while it is made, once the engine has died without a word."""
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    """A line that is being served."""
-
-    number: int
-    request: LineRequest
-    on_tokens: Callable[[Sequence[int]], None]
-    model: str
-    """The model of its tokens."""
-
-    asked: str | None
-    """The name of the model or adapter that it asks for; None if any engine will do."""
-
-    generated: list[int]
-    kv: MovedKv | None = None
-    attempt: _Attempt | None = None
-    """The attempt that is being made, or is to be made next; None while the line waits."""
-
-    verdict: LineResult | None = None
-    """The result of a line that the fleet has given up."""
-
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when ``attempt`` or ``verdict`` is."""
-
-    deaths: list[str] = field(default_factory=list)
-    """Reasons given for the deaths of engines that had the line."""
-
-    setbacks: int = 0
-    """Attempts in a row that have brought no token and no answer."""
-
-    async def next_attempt(self) -> _Attempt | None:
-        """Wait for the next attempt; None once there is a verdict."""
-        while self.attempt is None and self.verdict is None:
-            self.changed.clear()
-            await self.changed.wait()
-        return self.attempt
-
-    def end(self, verdict: LineResult) -> None:
-        """Give the line up."""
-        self.verdict = verdict
-        self.changed.set()
-
-
 class _Listener(AttemptListener):
     """Tells the fleet of an attempt."""
 
-    def __init__(self, fleet: FleetBackend, line: _Line, attempt: _Attempt) -> None:
+    def __init__(self, fleet: FleetBackend, line: FleetLine, attempt: Attempt) -> None:
         self._fleet = fleet
         self._line = line
         self._attempt = attempt
@@ -164,7 +91,7 @@ class _Listener(AttemptListener):
         self._fleet.add_tokens(self._line, self._attempt, token_ids)
 
 
-class FleetBackend(Backend):
+class FleetBackend(Backend, EngineObserver):
     """See ``Backend``. Lives on one event loop.
 
     The death of an engine is no attempt of a line: until the line is answered, or several engines
@@ -179,7 +106,7 @@ class FleetBackend(Backend):
         routers: Iterable[RoutedEngines] = (),
         background: TaskSupervisor | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
-        look_interval_s: float = _LOOK_INTERVAL_S,
+        look_interval_s: float = LOOK_INTERVAL_S,
     ) -> None:
         """Know no engine yet.
 
@@ -190,28 +117,23 @@ class FleetBackend(Backend):
             monotonic_s: The time, in seconds.
             look_interval_s: How often an engine is looked at.
         """
-        self._admin_key = admin_key
-        self._routers = {router.url: router for router in routers}
         self._background = background or TaskSupervisor()
         self._monotonic_s = monotonic_s
-        self._look_interval_s = look_interval_s
-        self._engines: dict[str, RemoteEngine] = {}
-        self._watching: dict[str, asyncio.Task[None]] = {}
-        self._wanted: frozenset[str] = frozenset()
-        self.left_out: dict[str, str] = {}
-        """Addresses that cannot be used, and why."""
-
+        self.engines = FleetEngines(
+            self,
+            admin_key,
+            routers=routers,
+            background=self._background,
+            monotonic_s=monotonic_s,
+            look_interval_s=look_interval_s,
+        )
         self.placement = LinePlacement()
         self.moves = LINE_MOVES()
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, FleetLine] = {}
         self._numbers = count()
         self._rng = random.Random()
         self._deaths: set[tuple[str, str]] = set()
         """Addresses and runs of engines that seem to have died, until that is sure."""
-
-        self._model: str | None = None
-        self.served = ServedModel()
-        """Names, endpoints and limits of the engines of the model; without any, the last known."""
 
         self._most_lines = raised_open_files() - _OTHER_FILES
         """Each line in flight has a connection of its own."""
@@ -219,7 +141,6 @@ class FleetBackend(Backend):
         self._rate = TokenRate(monotonic_s)
         self._delays = FleetDelays()
         self._listeners = ChangeListeners()
-        self._has_model = asyncio.Event()
         self.ends = dict.fromkeys(ENDS, 0)
         """Attempts by how they ended without an answer."""
 
@@ -227,18 +148,9 @@ class FleetBackend(Backend):
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for watching in self._watching.values():
-            watching.cancel()
-        await asyncio.gather(*self._watching.values(), return_exceptions=True)
-        for engine in self.engines:
-            await engine.http.close()
+        await self.engines.close()
 
-    # --- the engines ---
-
-    @property
-    def engines(self) -> Collection[RemoteEngine]:
-        """All engines that are known, also while they do not answer."""
-        return self._engines.values()
+    # --- as one backend ---
 
     @property
     def lines_waiting(self) -> int:
@@ -249,57 +161,22 @@ class FleetBackend(Backend):
         """Return how many lines an engine has from here."""
         return self.placement.in_flight(engine.url)
 
-    def set_engines(self, urls: Iterable[str]) -> None:
-        """Say which engines there are.
-
-        An engine that is not among them any more ends its lines, and gets no others. An address
-        that cannot be used is left out, and logged once.
-        """
-        wanted = dict.fromkeys(urls)
-        self._wanted = frozenset(wanted)
-        for url in self._engines.keys() - self._wanted:
-            engine = self._engines[url]
-            self._close(engine, EngineState.DRAINING, _NO_MORE)
-        left_out = {}
-        for url in wanted:
-            try:
-                if url not in self._engines:
-                    self._add(url)
-            except (ConfigError, ValueError) as error:
-                left_out[url] = str(error)
-                if url not in self.left_out:
-                    _log.error("an engine is left out: %s", error)
-        self.left_out = left_out
-
-    def _add(self, url: str) -> None:
-        http = self._routers.get(url) or HttpEngine(url, self._admin_key)
-        engine = RemoteEngine(http, self._monotonic_s)
-        self._engines[url] = engine
-        self._update_placement(engine)
-        self._watching[url] = self._background.start(_WATCH, partial(self._watch, engine), url)
-
-    async def ready(self) -> None:
-        """Wait until some engine has said what it serves."""
-        await self._has_model.wait()
-
-    # --- as one backend ---
-
     @property
     def model(self) -> str:
         """See ``Backend.model``: the model of most engines."""
-        return self._model or ""
+        return self.engines.model or ""
 
     is_changing = False
     """Never: an engine whose model is being exchanged gives its lines to others."""
 
     async def settled(self) -> None:
         """See ``Backend.settled``: tokens are kept for a model, so one has to be known."""
-        await self.ready()
+        await self.engines.ready()
 
     @property
     def stalled_by(self) -> str | None:
         """See ``Backend.stalled_by``."""
-        if any(self._is_open(engine) for engine in self.engines):
+        if any(self.engines.is_open(engine) for engine in self.engines):
             return None
         return "no engine takes lines now: the batch goes on when one does"
 
@@ -310,21 +187,21 @@ class FleetBackend(Backend):
     @property
     def endpoints(self) -> frozenset[str]:
         """See ``Backend.endpoints``: the endpoints that every engine of the model serves."""
-        return frozenset(self.served.endpoints)
+        return frozenset(self.engines.served.endpoints)
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """See ``Backend.model_names``: the names of all engines of the model."""
-        return self.served.names
+        return self.engines.served.names
 
     @property
     def limits(self) -> BodyLimits:
         """See ``Backend.limits``: what every engine of the model takes."""
-        return self.served.limits
+        return self.engines.served.limits
 
     def load(self) -> BackendLoad:
         """See ``Backend.load``. The rate is the sum of the rates of the engines that are up."""
-        up = [engine for engine in self.engines if self._is_open(engine)]
+        up = [engine for engine in self.engines if self.engines.is_open(engine)]
         rates = [rate for engine in up if (rate := engine.rate.per_s()) is not None]
         return BackendLoad(
             sum(rates) if rates else None,
@@ -347,7 +224,7 @@ class FleetBackend(Backend):
                 self._delays.add(engine.url, each)
             elif not isinstance(each, ServerError):  # A look tells of those.
                 self._background.note_failure(_DELAYS, each, engine.url)
-        self._delays.keep(self._engines.keys())
+        self._delays.keep([engine.url for engine in self.engines])
         return self._delays.sums_s()
 
     # --- a line ---
@@ -357,8 +234,8 @@ class FleetBackend(Backend):
     ) -> LineResult:
         """See ``Backend.run``."""
         number = next(self._numbers)
-        asked = self.served.asked_by(request.body)
-        line = _Line(number, request, on_tokens, self.model, asked, list(request.generated))
+        asked = self.engines.served.asked_by(request.body)
+        line = FleetLine(number, request, on_tokens, self.model, asked, list(request.generated))
         self._lines[number] = line
         try:
             self._carry_out(self.placement.offer(number, prefix_key(request.body), asked))
@@ -374,7 +251,7 @@ class FleetBackend(Backend):
             if line.verdict is None:
                 self._carry_out(self.placement.end(number))
 
-    async def _try(self, line: _Line, attempt: _Attempt) -> LineResult | None:
+    async def _try(self, line: FleetLine, attempt: Attempt) -> LineResult | None:
         """Make an attempt; return its result, or None once the line waits for another one."""
         number, engine = line.number, attempt.engine
         generated = tuple(line.generated)
@@ -401,7 +278,7 @@ class FleetBackend(Backend):
         return await self._go_on(line, attempt, failure, move)
 
     async def _go_on(
-        self, line: _Line, attempt: _Attempt, failure: ServerError, move: Move | None
+        self, line: FleetLine, attempt: Attempt, failure: ServerError, move: Move | None
     ) -> LineResult | None:
         """Have a line go on after an attempt that has brought no answer; as ``_try``."""
         engine, why = attempt.engine, str(failure)
@@ -415,24 +292,26 @@ class FleetBackend(Backend):
         self.ends["moved"] += 1
         if engine.is_up:
             engine.streak.rest(self._monotonic_s())
-        self._close(engine, EngineState.FAILING, why)
+        self.engines.rest(engine, EngineState.FAILING, why)
         return await self._offer_again(line, attempt, why)
 
-    async def _run(self, line: _Line, attempt: _Attempt, request: LineRequest) -> LineResult | None:
+    async def _run(
+        self, line: FleetLine, attempt: Attempt, request: LineRequest
+    ) -> LineResult | None:
         engine, listener = attempt.engine, _Listener(self, line, attempt)
         with engine.rate.in_flight(), self._rate.in_flight():
             result = await engine.http.run(request, line.model, listener)
             tokens = usage_of(result.body).total_tokens - listener.num_tokens
             self._count_tokens(engine, max(0, tokens))
         if self._may_be_elsewhere(line, engine, result):
-            await self._look_at(engine)
+            await self.engines.look_at(engine)
             # Where the engine still says that it has the adapter, the answer is final.
             if line.asked not in engine.models:
                 return await self._offer_again(line, attempt, f"{engine.url} has no {line.asked}")
         self._judge(engine, result)
         return result
 
-    def add_tokens(self, line: _Line, attempt: _Attempt, token_ids: Sequence[int]) -> None:
+    def add_tokens(self, line: FleetLine, attempt: Attempt, token_ids: Sequence[int]) -> None:
         """Take tokens of a line that its engine has generated."""
         self.moves.add_tokens(line.number, len(token_ids), self._monotonic_s())
         self._count_tokens(attempt.engine, len(token_ids))
@@ -442,20 +321,20 @@ class FleetBackend(Backend):
             self._carry_out(self.placement.add_tokens(line.number, len(token_ids)))
         line.on_tokens(token_ids)
 
-    def _may_be_elsewhere(self, line: _Line, engine: RemoteEngine, result: LineResult) -> bool:
+    def _may_be_elsewhere(self, line: FleetLine, engine: RemoteEngine, result: LineResult) -> bool:
         """Return whether the engine has unloaded the adapter that a line asks for."""
         if result.status_code != HTTPStatus.NOT_FOUND or line.asked in engine.models[:1]:
             return False
         return line.asked is not None and error_code(result.body) == "model_not_found"
 
     async def _moved(
-        self, line: _Line, attempt: _Attempt, why: str, move: Move | None
+        self, line: FleetLine, attempt: Attempt, why: str, move: Move | None
     ) -> LineResult | None:
         """Have a line that its engine gave back go on: in the engine that pulls it, or anywhere."""
         engine = attempt.engine
         if move is None:
             self.ends["moved"] += 1
-            self._close(engine, EngineState.DRAINING, why)
+            self.engines.rest(engine, EngineState.DRAINING, why)
         elif move.to is None:
             self.ends["returned"] += 1
         elif line.attempt is attempt:
@@ -465,14 +344,14 @@ class FleetBackend(Backend):
             return None
         return await self._offer_again(line, attempt, why, is_fault=False)
 
-    async def _lost(self, line: _Line, attempt: _Attempt, why: str) -> LineResult | None:
+    async def _lost(self, line: FleetLine, attempt: Attempt, why: str) -> LineResult | None:
         """Find out what became of an engine with which the connection broke.
 
         If the same run of it answers, or the engine never had the line, the line continues after
         its tokens. Otherwise the engine seems to have died, with all lines in that run.
         """
         engine = attempt.engine
-        await self._look_at(engine)
+        await self.engines.look_at(engine)
         if line.attempt is attempt and attempt.run is not None and not engine.answers:
             self._died(engine, attempt.run, why)
         if line.attempt is attempt:
@@ -481,7 +360,7 @@ class FleetBackend(Backend):
         return None
 
     async def _offer_again(
-        self, line: _Line, attempt: _Attempt, why: str, *, is_fault: bool = True
+        self, line: FleetLine, attempt: Attempt, why: str, *, is_fault: bool = True
     ) -> LineResult | None:
         """Have a line wait again, after a pause that grows with its setbacks.
 
@@ -498,7 +377,7 @@ class FleetBackend(Backend):
                         line.changed.clear()
                         await line.changed.wait()
         if line.attempt is attempt:
-            if line.asked not in (None, *self.served.names):
+            if line.asked not in (None, *self.engines.served.names):
                 return self._not_served(line)
             line.attempt = None
             self._carry_out(self.placement.offer_again(line.number))
@@ -516,7 +395,7 @@ class FleetBackend(Backend):
         engine.streak.failed(now_s)
         if engine.streak.is_resting(now_s):
             reason = f"{FAILURES_IN_A_ROW} lines in a row failed: {error_message(result.body)}"
-            self._close(engine, EngineState.FAILING, reason)
+            self.engines.rest(engine, EngineState.FAILING, reason)
 
     def _count_tokens(self, engine: RemoteEngine, tokens: int) -> None:
         engine.rate.add(tokens)
@@ -525,7 +404,7 @@ class FleetBackend(Backend):
     def _carry_out(self, placed: Iterable[Placed]) -> None:
         for number, url in placed:
             line = self._lines[number]  # type: ignore[index]
-            line.attempt = _Attempt(self._engines[url])
+            line.attempt = Attempt(self.engines[url])
             line.changed.set()
 
     # --- deaths of engines ---
@@ -547,13 +426,13 @@ class FleetBackend(Backend):
         engine.lines_lost += len(lines)
         self._deaths.add(death)
         if not engine.answers:
-            self._close(engine, EngineState.DOWN, why)
+            self.engines.rest(engine, EngineState.DOWN, why)
         self._carry_out(
             self.placement.engine_died(engine.url, death, [line.number for line in lines])
         )
 
-    def _note_deaths(self, engine: RemoteEngine) -> None:
-        """Find out whether a run of an engine has ended, now that the engine was looked at.
+    def looked_at(self, engine: RemoteEngine) -> None:
+        """See ``EngineObserver``: find out whether a run of the engine has ended.
 
         A run has ended once another run answers, or nothing does for long. A run that answers again
         has not ended.
@@ -573,7 +452,7 @@ class FleetBackend(Backend):
             elif engine.answers or engine.is_dead:
                 self._prove(death)
 
-    def _attempts_in(self, engine: RemoteEngine) -> list[tuple[_Line, _Attempt]]:
+    def _attempts_in(self, engine: RemoteEngine) -> list[tuple[FleetLine, Attempt]]:
         """Return the lines that an engine has, and the attempts at them. O(their number)."""
         lines = [self._lines[number] for number in self.placement.lines_of(engine.url)]  # type: ignore[index]
         return [(line, line.attempt) for line in lines if line.attempt is not None]
@@ -594,64 +473,36 @@ class FleetBackend(Backend):
             line.end(LineResult.unserved("engine_failed", message))
         self._carry_out(placed)
 
-    # --- looking after engines ---
+    # --- what engines want, and what they serve ---
 
-    def _close(self, engine: RemoteEngine, state: EngineState, reason: str) -> None:
-        """Give an engine nothing until it was looked at again."""
-        if engine.is_up:
-            engine.set_state(state, reason)
-            _log.warning("no more lines for %s: %s", engine.url, engine.reason)
-            self._update_placement(engine)
+    def has_lines(self, engine: RemoteEngine) -> bool:
+        """See ``EngineObserver``."""
+        return self.placement.in_flight(engine.url) > 0
 
-    async def _watch(self, engine: RemoteEngine) -> None:
-        """Look at an engine again and again, until it is none of the fleet any more."""
-        url = engine.url
-        while url in self._wanted or self.placement.in_flight(url):
-            await self._look_at(engine)
-            await asyncio.sleep(max(self._look_interval_s, len(self._engines) / _LOOKS_PER_S))
-        if self._engines.get(url) is engine:
-            engine.set_state(EngineState.DOWN, _NO_MORE)
-            self._update_placement(engine)
-            self.placement.remove_engine(url)
-            del self._engines[url], self._watching[url]
-            for death in [each for each in self._deaths if each[0] == url]:
-                self._prove(death)
-        await engine.http.close()
-
-    async def _look_at(self, engine: RemoteEngine) -> None:
-        url, before = engine.url, engine.state
-        try:
-            if not await engine.look():
-                return
-        except Exception as error:
-            engine.set_state(EngineState.DOWN, repr(error))
-            self._background.note_failure(_WATCH, error, url)
-        if engine.state is not before:
-            reason = f": {engine.reason}" if engine.reason else ""
-            _log.warning("%s is %s%s", url, engine.state.value, reason)
-        if self._engines.get(url) is not engine:
-            return  # It was forgotten meanwhile.
-        self._note_deaths(engine)
-        if url not in self._wanted and engine.is_up:
-            engine.set_state(EngineState.DRAINING, _NO_MORE)
-        self._choose_model()
-        self._update_placement(engine)
-        self._ask_back(engine)
-
-    def _update_placement(self, engine: RemoteEngine) -> None:
-        changed = self.moves.set_engine(engine.url, engine.pool, is_open=self._is_open(engine))
-        for url, begins_lines in changed.items():
-            known = self._engines[url]
+    def changed(self, engine: RemoteEngine) -> None:
+        """See ``EngineObserver``: place lines as the engine stands now."""
+        is_open = self.engines.is_open(engine)
+        placed = self.moves.set_engine(engine.url, engine.pool, is_open=is_open)
+        for url, begins_lines in placed.items():
+            known = self.engines[url]
             self._carry_out(
                 self.placement.set_engine(
                     url, window=known.window, is_open=begins_lines, models=known.models
                 )
             )
 
-    def _ask_back(self, engine: RemoteEngine) -> None:
-        """Ask for the lines that an engine is to take over, or to give back."""
+    def left(self, engine: RemoteEngine) -> None:
+        """See ``EngineObserver``."""
+        self.placement.remove_engine(engine.url)
+        for death in [each for each in self._deaths if each[0] == engine.url]:
+            self._prove(death)
+
+    def hand_over(self, engine: RemoteEngine) -> None:
+        """See ``EngineObserver``: ask for the lines that the engine is to take over, or to give
+        back.
+        """
         report = engine.last_report
-        if report is None or not self._is_open(engine):
+        if report is None or not self.engines.is_open(engine):
             return
         now_s = self._monotonic_s()
         for number, _ in self.moves.look(engine.url, report.wants, report.waiting, now_s):
@@ -660,49 +511,24 @@ class FleetBackend(Backend):
                 handing = partial(self._hand_back, line, line.attempt)
                 self._background.start(_HAND_BACK, handing, engine.url)
 
-    async def _hand_back(self, line: _Line, attempt: _Attempt) -> None:
+    async def _hand_back(self, line: FleetLine, attempt: Attempt) -> None:
         """Ask the engine for a line; forget the move if the engine does not listen."""
         if not await attempt.engine.http.hand_back(attempt.name) and line.attempt is attempt:
             self.moves.stay(line.number)
 
-    def _is_open(self, engine: RemoteEngine) -> bool:
-        return engine.is_up and engine.model == self._model
-
-    def _choose_model(self) -> None:
-        """Serve the model of most engines; what others have of another one is worth nothing."""
-        listed = [engine for engine in self.engines if engine.url in self._wanted]
-        model = served_model([engine.model for engine in listed], self._model)
-        if model is None:
-            return
-        has_changed, self._model = model != self._model, model
-        reports = [e.last_report for e in listed if e.last_report and e.model == model]
-        if reports:
-            names = dict.fromkeys(name for report in reports for name in report.models)
-            endpoints = frozenset.intersection(*(frozenset(one.endpoints) for one in reports))
-            limits = _least([report.limits for report in reports])
-            before = self.served.names
-            self.served = ServedModel(tuple(names), tuple(sorted(endpoints)), limits)
-            if self.served.names != before:
-                self._end_without_model()
-        if has_changed:
-            _log.warning("%d of %d engines have the model %s", len(reports), len(listed), model)
-            for engine in self.engines:
-                self._update_placement(engine)
-            self._has_model.set()
-            self._listeners.tell()
-
-    def _end_without_model(self) -> None:
-        """Answer lines that wait for an adapter which no engine has any more."""
+    def names_changed(self) -> None:
+        """See ``EngineObserver``: answer lines that wait for an adapter which no engine has any
+        more.
+        """
         for line in self._lines.values():
-            if line.asked not in (None, *self.served.names) and line.attempt is None:
+            if line.asked not in (None, *self.engines.served.names) and line.attempt is None:
                 self._carry_out(self.placement.end(line.number))
                 line.end(self._not_served(line))
 
-    def _not_served(self, line: _Line) -> LineResult:
-        body = {"error": not_served(line.asked, self.served.names)}
+    def model_changed(self) -> None:
+        """See ``EngineObserver``."""
+        self._listeners.tell()
+
+    def _not_served(self, line: FleetLine) -> LineResult:
+        body = {"error": not_served(line.asked, self.engines.served.names)}
         return LineResult(HTTPStatus.NOT_FOUND.value, "", body)
-
-
-def _least(limits: Sequence[BodyLimits]) -> BodyLimits:
-    names = BodyLimits.__dataclass_fields__
-    return BodyLimits(**{name: min(getattr(limit, name) for limit in limits) for name in names})

@@ -101,7 +101,7 @@ async def _view(fleet: FleetBackend, views: EngineViews) -> dict[str, Any]:
     engines = status.pop("engines")
     return {
         "at": time.time(),
-        "model": fleet.served.name or None,
+        "model": fleet.engines.served.name or None,
         "online_users": fleet_standing(users_of),
         "fleet": status | {"offline_tokens_per_s": fleet.load().offline_tokens_per_s},
         "engines": [each | {"online_users": users_of.get(each["url"])} for each in engines],
@@ -147,10 +147,10 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
             fleet = app.state.fleet = await stack.enter_async_context(
                 _fleet_of(options, background)
             )
-            fleet.served = await asyncio.to_thread(remembered, options.data)
+            fleet.engines.served = await asyncio.to_thread(remembered, options.data)
             opened = await stack.enter_async_context(AsyncExitStack())
             for name, work in (
-                ("engine_discovery", partial(follow, options.sources, fleet.set_engines)),
+                ("engine_discovery", partial(follow, options.sources, fleet.engines.set)),
                 ("batch_api_start", partial(_open, app, options, fleet, opened, on_failure)),
             ):
                 await stack.enter_async_context(background.running(name, work))
@@ -167,7 +167,8 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
     app.add_api_route("/coserve/status", _status)
     app.add_api_route("/metrics", _metrics)
     app.router.routes.extend(view_routes(Keys(options.api_key, options.admin_api_key)).routes)
-    app.router.routes.extend(model_routes(lambda request: request.app.state.fleet.served).routes)
+    served = model_routes(lambda request: request.app.state.fleet.engines.served)
+    app.router.routes.extend(served.routes)
     # Gets what the routes of responses in the background, if there are any, leave to those behind.
     app.add_api_route("/v1/responses", _misdirected, methods=["POST"], include_in_schema=False)
     if options.api_key:
@@ -186,7 +187,7 @@ def _fleet_of(options: GatewayOptions, background: TaskSupervisor) -> FleetBacke
         return FleetBackend(options.engine_key, background=background)
     router = options.make_router()
     fleet = FleetBackend("", routers=[router], background=background)
-    fleet.set_engines([router.url])
+    fleet.engines.set([router.url])
     return fleet
 
 
@@ -211,7 +212,7 @@ async def _open(
             service = await _open_when_free(app, options, fleet, delivery)
             stack.push_async_callback(_close, app, service)
             await take_over(service, options.api_key)
-            keep = partial(keep_remembered, options.data, lambda: fleet.served)
+            keep = partial(keep_remembered, options.data, lambda: fleet.engines.served)
             background = app.state.background
             await stack.enter_async_context(background.running("served_model", keep))
             opened.push_async_exit(stack.pop_all())

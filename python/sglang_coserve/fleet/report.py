@@ -98,7 +98,7 @@ def fleet_status(fleet: FleetBackend) -> dict[str, Any]:
         "model": fleet.model or None,
         "lines_waiting": fleet.lines_waiting,
         **{f"lines_{end}": count for end, count in fleet.ends.items()},
-        "left_out": fleet.left_out,
+        "left_out": fleet.engines.left_out,
         "engines": [_engine_status(fleet, engine) for engine in fleet.engines],
     }
 
@@ -117,7 +117,7 @@ def fleet_metrics(
     model = {}
     if batches is not None:
         values |= batch_values(batches, required_tokens_per_s)
-        model = {"model_name": fleet.served.name}
+        model = {"model_name": fleet.engines.served.name}
     registry = CollectorRegistry()
     registry.register(Families(GATEWAY_METRICS | BACKGROUND_METRICS, values))
     registry.register(Families(BATCH_METRICS, values, model))

@@ -71,7 +71,7 @@ class FleetLines:
     async def __aenter__(self) -> Self:
         await self._fleet.__aenter__()
         self._following = self._background.start(
-            "engine_discovery", partial(follow, [self._engines], self._fleet.set_engines)
+            "engine_discovery", partial(follow, [self._engines], self._fleet.engines.set)
         )
         self._no_engine = asyncio.create_task(self._watch_for_engines())
         return self
@@ -103,7 +103,7 @@ class FleetLines:
             await asyncio.gather(answers, return_exceptions=True)
 
     async def _answer(self, content: bytes | None) -> Answer:
-        await self._fleet.ready()
+        await self._fleet.engines.ready()
         custom_id: str | None = None
         try:
             if content is None:
@@ -156,7 +156,7 @@ class FleetLines:
 
     def _reasons(self) -> str:
         reasons = [f"{engine.url}: {engine.reason}" for engine in self._fleet.engines]
-        return "; ".join([*reasons, *self._fleet.left_out.values()]) or "there is none"
+        return "; ".join([*reasons, *self._fleet.engines.left_out.values()]) or "there is none"
 
 
 def _id_in(content: bytes) -> str | None:
