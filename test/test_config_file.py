@@ -1,4 +1,4 @@
-"""One file and the environment as settings of both commands; the command line wins."""
+"""A file and the environment as settings of a command; the command line wins."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_environment_wins_over_the_file_and_flags_win_over_both(
         ("batch-max-lines: true", "batch_max_lines cannot be True"),
         ("host: [a, b]", "host"),
         ("port:", "port cannot be None"),
-        ("port: [", "is not YAML"),
+        ("port: [", "not YAML"),
         ("[gateway]", "write a mapping"),
         ("1: 2", "write a mapping"),
     ],
@@ -93,7 +93,7 @@ def test_every_kind_of_flag_can_be_set(tmp_path: Path) -> None:
     parser.add_argument("--rate", "-r", type=float, required=True)
     path = tmp_path / "coserve.yaml"
     parser.add_argument("--object", "--other")
-    parser.add_argument("--told")
+    parser.add_argument("--told", type=lambda text: text == "true")
     parser.add_argument("--either", action=argparse.BooleanOptionalAction, default=True)
     argv = ["--config", str(path)]
     path.write_text(
@@ -102,9 +102,53 @@ def test_every_kind_of_flag_can_be_set(tmp_path: Path) -> None:
     )
     found = parser.parse_args(Settings(argv).command_line(parser))
     assert (found.many, found.turn_on, found.turn_off, found.rate) == ([1, 2], True, False, 0.5)
-    assert (found.either, found.object, found.told) == (False, '{"a": [1]}', "true")
+    assert (found.either, found.object, found.told) == (False, '{"a": [1]}', True)
     found = parser.parse_args(Settings(["-r", "2", *argv]).command_line(parser))
     assert found.rate == 2.0
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["api-key: @hunter2", 'api-key: "hunter2', "api-key: hunter2: b", "api-key: 2024-99-99"],
+)
+def test_an_error_quotes_no_key(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "coserve.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="not YAML") as caught:
+        parse_options(["--config", str(path)])
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["0123", "12:30", "yes", "2024-01-01"])
+def test_a_text_that_yaml_reads_as_something_else_needs_quotes(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "coserve.yaml"
+    path.write_text(f"api-key: {value}")
+    with pytest.raises(ConfigError, match=r"api_key cannot be such a value: .* needs quotes"):
+        parse_options(["--config", str(path)])
+    path.write_text(f"api-key: '{value}'")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key")
+    argv = Settings(["--config", str(path)]).command_line(parser)
+    assert parser.parse_args(argv).api_key == value
+
+
+def test_off_is_a_choice_where_a_flag_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "coserve.yaml"
+    path.write_text("kv-checkpoint: off\n")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kv-checkpoint", choices=("off", "eager"))
+    argv = Settings(["--config", str(path)]).command_line(parser)
+    assert parser.parse_args(argv).kv_checkpoint == "off"
+
+
+def test_one_file_alone_can_be_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--config is given 2 times"):
+        Settings(["--config", "a.yaml", "--config=b.yaml"])
+
+
+def test_an_empty_variable_says_nothing(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSERVE_PORT", "")
+    assert Settings(["--config", file]).one("port") == "4000"
 
 
 def test_values_with_spaces_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,15 +179,15 @@ def test_values_with_spaces_stay_whole(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_file_may_be_a_pipe() -> None:
     """As with ``--config <(decrypt settings.yaml)``: it can be read once."""
     reader, writer = os.pipe()
-    os.write(writer, b"model: 5\nhost: h\n")
+    os.write(writer, b"model: m\nhost: h\n")
     os.close(writer)
     settings = Settings(["--config", f"/dev/fd/{reader}"])
     os.close(reader)
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--host")
-    assert settings.one("model_path", "model") == "5"
-    assert settings.command_line(parser) == ["--model-path=5", "--host=h"]
+    assert settings.one("model_path", "model") == "m"
+    assert settings.command_line(parser) == ["--model-path=m", "--host=h"]
 
 
 def test_a_file_that_is_not_named_is_asked_for() -> None:

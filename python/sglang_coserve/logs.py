@@ -22,8 +22,8 @@ _FIELDS: Final = {
     "message": "message",
     "correlation_id": "request_id",
 }
-_QUIET: Final = ("httpx2", "httpcore2", "aiohttp.access")
-"""Loggers that tell of every request that is made."""
+_QUIET: Final = ("httpx", "httpcore", "httpx2", "httpcore2", "aiohttp.access")
+"""Loggers that tell of every request that is made, also by libraries."""
 
 
 class RequestIdMiddleware(CorrelationIdMiddleware):

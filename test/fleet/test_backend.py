@@ -46,7 +46,7 @@ async def fleet_of(
         fleet = await stack.enter_async_context(
             FleetBackend(ADMIN_KEY, monotonic_s=monotonic_s, look_interval_s=0.02)
         )
-        fleet.engines.set(engine.url for engine in engines)
+        fleet.engines.set_listed(engine.url for engine in engines)
         await until(lambda: all(e.state is not EngineState.DOWN for e in fleet.engines))
         yield fleet
 
@@ -204,7 +204,7 @@ async def cut_off(*engines: LiveEngine) -> AsyncGenerator[tuple[Any, ...]]:
         proxies = [await stack.enter_async_context(CutConnections(each.port)) for each in engines]
         fleet = FleetBackend(ADMIN_KEY, look_interval_s=0.02)
         await stack.enter_async_context(fleet)
-        fleet.engines.set(proxy.url for proxy in proxies)
+        fleet.engines.set_listed(proxy.url for proxy in proxies)
         await until(lambda: all(engine.is_up for engine in fleet.engines))
         yield fleet, *proxies
 
@@ -417,7 +417,7 @@ async def test_an_engine_that_is_forgotten_while_it_is_looked_at_loses_no_line()
     async with fleet_of(engine) as fleet, other:
         served = Lines(fleet, [f"{n}" for n in range(6)])
         await engine.holds(6)
-        fleet.engines.set([other.url])
+        fleet.engines.set_listed([other.url])
         await engine.kill()
         await other.holds(6)
         finish_all(other)
@@ -526,7 +526,7 @@ async def test_an_engine_that_is_taken_from_the_list_ends_what_it_has() -> None:
     async with fleet_of(a, b) as fleet:
         served = await spread(fleet, a, b)
         count = len(a.backend.in_flight)
-        fleet.engines.set([b.url])
+        fleet.engines.set_listed([b.url])
         await until(lambda: state_of(fleet, a) is EngineState.DRAINING)
         assert len(a.backend.in_flight) == count
         finish_all(a, b)
@@ -644,12 +644,12 @@ async def test_an_address_that_cannot_be_used_is_left_out_and_told_once(
     bad = ["grpc://b:1", "http://c:1/prefix", "host:1", "http://d:99999", ""]
     async with LiveEngine() as a, FleetBackend(ADMIN_KEY, look_interval_s=0.02) as fleet:
         for _ in range(3):
-            fleet.engines.set([bad[0], a.url, *bad[1:]])
+            fleet.engines.set_listed([bad[0], a.url, *bad[1:]])
         await until(lambda: fleet.model)
         assert [engine.url for engine in fleet.engines] == [a.url]
         assert list(fleet.engines.left_out) == bad
         assert len(made) == 1
-        fleet.engines.set([a.url])
+        fleet.engines.set_listed([a.url])
         assert fleet.engines.left_out == {}
     assert all(session.closed for session in made)
     assert caplog.text.count("left out") == len(bad)

@@ -37,7 +37,7 @@ async def behind_nginx(
             running_nginx(directory, CONFIG.read_text(), {place: proxied}) as url,
             FleetBackend(ADMIN_KEY, look_interval_s=0.02) as fleet,
         ):
-            fleet.engines.set([url])
+            fleet.engines.set_listed([url])
             await until(lambda: fleet.model)
             yield engine, fleet
 

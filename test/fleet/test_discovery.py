@@ -33,22 +33,38 @@ def test_a_name_stands_for_all_of_its_addresses() -> None:
             DnsName(bad)
 
 
-async def test_a_name_that_is_denied_for_long_has_no_engines() -> None:
-    def fails(error: int) -> None:
-        async def getaddrinfo(*_: object, **__: object) -> None:
-            raise socket.gaierror(error, "cannot be looked up")
+async def test_a_name_that_is_denied_for_long_has_no_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first two minutes of a name, as seconds and what the resolver says."""
+    loop = asyncio.get_running_loop()
+    answer: list[object] = [(0, 0, 0, "", ("10.0.0.1", 1))]
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    async def getaddrinfo(*_: object, **__: object) -> list[object]:
+        if isinstance(answer[0], int):
+            raise socket.gaierror(answer[0], "cannot be looked up")
+        return answer
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        gone, denied = DnsName("http://engines:1", gone_s=0.0), DnsName("http://engines:1")
-        fails(socket.EAI_NONAME)
-        assert await gone.urls() == []
-        with pytest.raises(ServerError, match="cannot be resolved"):
-            await denied.urls()
-        fails(socket.EAI_AGAIN)  # No resolver answers.
-        with pytest.raises(ServerError, match="cannot be resolved"):
-            await gone.urls()
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo, raising=False)
+    now_s = 0.0
+    monkeypatch.setattr(loop, "time", lambda: now_s)
+    name = DnsName("http://engines:1")
+    there, denied, away = answer[0], socket.EAI_NONAME, socket.EAI_AGAIN
+    for now_s, answer[0], found in (  # noqa: B007
+        (0.0, there, ["http://10.0.0.1:1"]),
+        (5.0, denied, None),
+        (50.0, away, None),  # No resolver answers.
+        (66.0, denied, None),
+        (125.0, denied, None),
+        (126.0, denied, []),
+        (131.0, there, ["http://10.0.0.1:1"]),
+        (136.0, denied, None),
+    ):
+        if found is None:
+            with pytest.raises(ServerError, match="cannot be resolved"):
+                await name.urls()
+        else:
+            assert await name.urls() == found
 
 
 class Changing(EngineSource):

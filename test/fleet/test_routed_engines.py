@@ -69,7 +69,7 @@ async def routed(
     async with Router() as router:
         engines = RoutedEngines(router.url, key, most_lines)
         async with FleetBackend("", routers=[engines], look_interval_s=0.02) as fleet:
-            fleet.engines.set([engines.url])
+            fleet.engines.set_listed([engines.url])
             yield router, fleet
 
 

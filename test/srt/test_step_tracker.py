@@ -212,7 +212,7 @@ def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran()
     assert record.result == StepResult(0, 1.0, 0.5, dropped=("a",))
     assert (record.suspensions, record.is_dropped) == ((Suspension(2, 1.5, 2.0),), True)
     assert [(one.info.rid, one.reception, one.token_s) for one in record.requests] == [
-        ("a", Reception(None, 1.0, has_grammar=False), None)
+        ("a", Reception(None, None, 1.0), None)
     ]
     tracker.launched(None)
     assert tracker.next_pass(2.0) == []
@@ -229,7 +229,7 @@ def test_a_record_has_the_requests_of_both_classes_and_their_tokens() -> None:
     reqs[0].output_ids.append(7)
     tracker.processed(reqs, 1.75)  # More of the other prompt is to be computed.
     (record,) = tracker.next_pass(2.0)
-    came = Reception(None, 0.5, has_grammar=False)
+    came = Reception(None, None, 0.5)
     assert [(one.info.rid, one.token_s, one.last_s, one.reception) for one in record.requests] == [
         ("a", 1.75, None, came),
         ("b", None, None, came),

@@ -144,17 +144,36 @@ def test_a_step_that_was_launched_ahead_counts_as_one_that_ran() -> None:
 
 def test_the_way_to_the_scheduler_is_told_apart_from_steps_that_ran_meanwhile() -> None:
     steps = step(9.9, 10.1), step(10.1, 10.3), prefill(10.3, 10.4, 8192, gap_s=0.4)
-    sent = {"sent_s": 10.25, "queued_s": 10.28, "has_grammar": False}
+    sent = {"sent_s": 10.25, "queued_s": 10.28, "compiled_from_s": None}
     found = explain(story(*steps, **sent))
     parts = found["first_token"]["parts"]
     assert parts["prepared_s"] == pytest.approx(0.25)
     assert (parts["running_s"], parts["queued_s"]) == pytest.approx((0.05, 0.0))
     assert sum(parts.values()) == pytest.approx(0.4)
     assert "250 ms in the HTTP server's process, which prepared it" in found["verdict"]
-    sent = {"sent_s": 10.01, "queued_s": 10.29, "has_grammar": True}
+    sent = {"sent_s": 10.01, "compiled_from_s": 10.1, "queued_s": 10.29}
     parts = explain(story(*steps, **sent))["first_token"]["parts"]
-    assert (parts["prepared_s"], parts["grammar_s"]) == pytest.approx((0.01, 0.28))
+    assert (parts["prepared_s"], parts["grammar_s"]) == pytest.approx((0.01, 0.19))
+    # A step that ran when the request was sent, and one that ran when the grammar was ready.
+    assert parts["running_s"] == pytest.approx(0.09 + 0.01)
     assert sum(parts.values()) == pytest.approx(0.4)
+
+
+def test_a_grammar_that_is_known_takes_no_time() -> None:
+    busy = step(10.0, 10.3, predicted_s=0.1, **offline(1024))
+    sent = {"sent_s": 10.001, "compiled_from_s": 10.3, "queued_s": 10.3}
+    parts = explain(story(busy, prefill(10.3, 10.4, 8192, gap_s=0.4), **sent))["first_token"][
+        "parts"
+    ]
+    assert (parts["grammar_s"], parts["running_s"]) == pytest.approx((0.0, 0.299))
+
+
+def test_pacing_is_no_part_of_a_grammar_that_is_compiled() -> None:
+    sent = {"sent_s": 10.0, "compiled_from_s": 10.1, "queued_s": 10.3}
+    own = prefill(10.4, 10.5, 8192, gap_s=0.5, paced_s=0.35)
+    parts = explain(story(own, **sent))["first_token"]["parts"]
+    assert (parts["grammar_s"], parts["paced_s"]) == pytest.approx((0.2, 0.2))
+    assert sum(parts.values()) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,15 +50,19 @@ class Settings:
             ConfigError: the file cannot be read.
         """
         parser = FlagParser(add_help=False)
-        parser.add_argument("--config", default=os.environ.get(f"{_PREFIX}CONFIG"))
+        parser.add_argument("--config", action="append")
         chosen, self._rest = parser.parse_known_args(list(argv))
-        self._file: str | None = chosen.config
+        named = chosen.config or [os.environ.get(f"{_PREFIX}CONFIG")]
+        if len(named) > 1:
+            raise ConfigError(f"--config is given {len(named)} times: name one file")
+        self._file: str | None = named[0]
         self._in_file = _read(Path(self._file)) if self._file else {}
 
     def one(self, name: str, *others: str) -> str | None:
         """Return a setting of environment or file, before the command's flags are known; None if
         there is none. ``others`` are other spellings of the flag in a file."""
-        found = [_in_environment(name), *(self._in_file.get(each) for each in (name, *others))]
+        in_file = (self._in_file.get(each) for each in (name, *others))
+        found = [_in_environment(name) or None, *in_file]
         return next((str(value) for value in found if value is not None), None)
 
     def command_line(self, parser: argparse.ArgumentParser) -> list[str]:
@@ -72,7 +77,8 @@ class Settings:
         given = {word.partition("=")[0] for word in self._rest}
         in_file: dict[argparse.Action, tuple[str, Any]] = {}
         actions = [action for action in parser._actions if _is_settable(action)]
-        by_name = {name: action for action in actions for name in _names(action)}
+        by_name = {_normalized(action.dest): action for action in actions}
+        by_name |= {name: action for action in actions for name in _spellings(action)}
         for name, value in self._in_file.items():
             if name not in by_name:
                 near = difflib.get_close_matches(name, by_name, 1)
@@ -105,9 +111,8 @@ def _is_settable(action: argparse.Action) -> bool:
     return bool(action.option_strings) and not is_help
 
 
-def _names(action: argparse.Action) -> set[str]:
-    spellings = (action.dest, *(each[2:] for each in action.option_strings if each[:2] == "--"))
-    return {_normalized(each) for each in spellings}
+def _spellings(action: argparse.Action) -> list[str]:
+    return [_normalized(each[2:]) for each in action.option_strings if each.startswith("--")]
 
 
 def _normalized(name: str) -> str:
@@ -119,8 +124,13 @@ def _read(path: Path) -> Mapping[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(unreadable(path, error)) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except yaml.MarkedYAMLError as error:
+        # The text of the error quotes the line, which may have a key.
+        mark = error.problem_mark
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise ConfigError(f"{path}{line}: not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: not YAML: {type(error).__name__}") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
@@ -157,16 +167,31 @@ def _flags(action: argparse.Action, value: Any, where: str) -> list[str]:
     values = value if isinstance(value, list) else [value]
     words = [word for each in values if (word := _word(action, each)) is not None]
     if len(words) < len(values) or (len(words) != 1 and not _takes_several(action)):
-        raise ConfigError(f"{where} cannot be {value!r}")
+        shown = "such a value" if "key" in action.dest else repr(value)
+        raise ConfigError(f"{where} cannot be {shown}: a text with such a look needs quotes")
     if action.nargs in ("+", "*"):
         return [flag, *words] if words else []
     return [f"{flag}={word}" for word in words]
 
 
 def _word(action: argparse.Action, value: Any) -> str | None:
-    """Return a value as a word of a command line; None if the flag cannot have the value."""
-    if isinstance(value, bool):
-        return None if action.type in (int, float) else str(value).lower()
-    if isinstance(value, dict):
-        return json.dumps(value)
-    return str(value) if isinstance(value, (str, int, float)) else None
+    """Return a value as a word of a command line; None if the flag cannot have the value.
+
+    YAML reads ``off``, ``12:30`` and ``0123`` as no texts, so a flag whose value is a text takes a
+    text alone. It takes the switch ``off`` or ``on`` if these are among its choices.
+    """
+    is_text = action.type in (None, str)
+    match value:
+        case bool():
+            names = ("on", "true") if value else ("off", "false")
+            words = [name for name in names if name in (action.choices or ())]
+            is_free = not is_text and action.type not in (int, float)
+            return next(iter(words), str(value).lower() if is_free else None)
+        case str():
+            return value
+        case int() | float():
+            return None if is_text and not action.choices else str(value)
+        case dict() if is_text or action.type is json.loads:
+            with suppress(TypeError):
+                return json.dumps(value)
+    return None

@@ -28,7 +28,7 @@ class Lane(Enum):
 class Bound(Enum):
     """The reason for the limit on a step's offline work.
 
-    Each reason is given in one place of the code, which docs/metrics.md names.
+    docs/metrics.md names the functions that give each reason.
     """
 
     NONE = "none"

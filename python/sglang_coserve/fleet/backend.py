@@ -292,7 +292,7 @@ class FleetBackend(Backend, EngineObserver):
         self.ends["moved"] += 1
         if engine.is_up:
             engine.streak.rest(self._monotonic_s())
-        self.engines.rest(engine, EngineState.FAILING, why)
+        self.engines.stop_lines(engine, EngineState.FAILING, why)
         return await self._offer_again(line, attempt, why)
 
     async def _run(
@@ -334,7 +334,7 @@ class FleetBackend(Backend, EngineObserver):
         engine = attempt.engine
         if move is None:
             self.ends["moved"] += 1
-            self.engines.rest(engine, EngineState.DRAINING, why)
+            self.engines.stop_lines(engine, EngineState.DRAINING, why)
         elif move.to is None:
             self.ends["returned"] += 1
         elif line.attempt is attempt:
@@ -395,7 +395,7 @@ class FleetBackend(Backend, EngineObserver):
         engine.streak.failed(now_s)
         if engine.streak.is_resting(now_s):
             reason = f"{FAILURES_IN_A_ROW} lines in a row failed: {error_message(result.body)}"
-            self.engines.rest(engine, EngineState.FAILING, reason)
+            self.engines.stop_lines(engine, EngineState.FAILING, reason)
 
     def _count_tokens(self, engine: RemoteEngine, tokens: int) -> None:
         engine.rate.add(tokens)
@@ -426,7 +426,7 @@ class FleetBackend(Backend, EngineObserver):
         engine.lines_lost += len(lines)
         self._deaths.add(death)
         if not engine.answers:
-            self.engines.rest(engine, EngineState.DOWN, why)
+            self.engines.stop_lines(engine, EngineState.DOWN, why)
         self._carry_out(
             self.placement.engine_died(engine.url, death, [line.number for line in lines])
         )

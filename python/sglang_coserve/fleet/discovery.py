@@ -17,8 +17,8 @@ _LOOK_INTERVAL_S: Final = 5.0
 """Engines come and go by the minute: they load a model first."""
 
 _GONE_S: Final = 60.0
-"""Time for which a resolver must deny a name before its engines are gone. A resolver that has just
-started denies names that it does not know yet, for some seconds."""
+"""Time for which resolvers must deny a name, and nothing else, before its engines are gone. A
+resolver that has just started denies names that it does not know yet, for some seconds."""
 
 _DENIED: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 """Errors by which a resolver says that the name, or an address of it, does not exist. Where no
@@ -71,6 +71,7 @@ class DnsName(EngineSource):
         """
         self._gone_s = gone_s
         self._denied_since_s: float | None = None
+        self._is_told_gone = False
         address = http_address(url, "--engine-dns")
         port = urlsplit(url).port  # Also the usual one, which httpx2 leaves out.
         if address.scheme != "http" or port is None or address.raw_path != b"/":
@@ -85,9 +86,12 @@ class DnsName(EngineSource):
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             if self._is_gone(error, loop.time()):
+                if not self._is_told_gone:
+                    _log.warning("%s is denied for %g s: its engines go", self._name, self._gone_s)
+                self._is_told_gone = True
                 return []
             raise ServerError(f"{self._name} cannot be resolved: {error}") from error
-        self._denied_since_s = None
+        self._denied_since_s, self._is_told_gone = None, False
         hosts = sorted({str(address[0]) for *_, address in found})
         return [
             f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
@@ -96,6 +100,7 @@ class DnsName(EngineSource):
 
     def _is_gone(self, error: Exception, now_s: float) -> bool:
         if not isinstance(error, socket.gaierror) or error.errno not in _DENIED:
+            self._denied_since_s = None
             return False
         if self._denied_since_s is None:
             self._denied_since_s = now_s

@@ -124,7 +124,7 @@ class FleetEngines:
         """Return whether an engine takes lines of the fleet's model."""
         return engine.is_up and engine.model == self.model
 
-    def set(self, urls: Iterable[str]) -> None:
+    def set_listed(self, urls: Iterable[str]) -> None:
         """Say which engines there are.
 
         An engine that is not among them any more ends its lines, and gets no others. An address
@@ -133,7 +133,7 @@ class FleetEngines:
         listed = dict.fromkeys(urls)
         self._listed = frozenset(listed)
         for url in self._engines.keys() - self._listed:
-            self.rest(self._engines[url], EngineState.DRAINING, _NO_MORE)
+            self.stop_lines(self._engines[url], EngineState.DRAINING, _NO_MORE)
         left_out = {}
         for url in listed:
             try:
@@ -145,7 +145,7 @@ class FleetEngines:
                     _log.error("an engine is left out: %s", error)
         self.left_out = left_out
 
-    def rest(self, engine: RemoteEngine, state: EngineState, reason: str) -> None:
+    def stop_lines(self, engine: RemoteEngine, state: EngineState, reason: str) -> None:
         """Give an engine nothing until it was looked at again."""
         if engine.is_up:
             engine.set_state(state, reason)

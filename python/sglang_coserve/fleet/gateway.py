@@ -150,7 +150,7 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
             fleet.engines.served = await asyncio.to_thread(remembered, options.data)
             opened = await stack.enter_async_context(AsyncExitStack())
             for name, work in (
-                ("engine_discovery", partial(follow, options.sources, fleet.engines.set)),
+                ("engine_discovery", partial(follow, options.sources, fleet.engines.set_listed)),
                 ("batch_api_start", partial(_open, app, options, fleet, opened, on_failure)),
             ):
                 await stack.enter_async_context(background.running(name, work))
@@ -187,7 +187,7 @@ def _fleet_of(options: GatewayOptions, background: TaskSupervisor) -> FleetBacke
         return FleetBackend(options.engine_key, background=background)
     router = options.make_router()
     fleet = FleetBackend("", routers=[router], background=background)
-    fleet.engines.set([router.url])
+    fleet.engines.set_listed([router.url])
     return fleet
 
 

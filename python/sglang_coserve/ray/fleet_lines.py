@@ -71,7 +71,7 @@ class FleetLines:
     async def __aenter__(self) -> Self:
         await self._fleet.__aenter__()
         self._following = self._background.start(
-            "engine_discovery", partial(follow, [self._engines], self._fleet.engines.set)
+            "engine_discovery", partial(follow, [self._engines], self._fleet.engines.set_listed)
         )
         self._no_engine = asyncio.create_task(self._watch_for_engines())
         return self

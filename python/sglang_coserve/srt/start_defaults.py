@@ -53,7 +53,7 @@ def _check_name(model: str) -> None:
         return  # It comes from elsewhere.
     if model.startswith(("/", "./", "../")) or model.count("/") > 1:
         raise ConfigError(f"{missing}; {mend}")
-    import httpx2
+    import httpx  # The client of huggingface_hub.
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -75,7 +75,7 @@ def _check_name(model: str) -> None:
         ) from error
     except HfHubHTTPError:
         return
-    except (OSError, httpx2.HTTPError) as error:
+    except (OSError, httpx.HTTPError) as error:
         raise ConfigError(
             f"{missing}, nor is it in {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot "
             f"be reached ({error}); {mend}"

@@ -136,15 +136,16 @@ def _first_token(
 ) -> _Wait:
     # A server of an earlier version does not say how a request came to its scheduler.
     arrival_s, queued_s = request["arrival_s"], request.get("queued_s")
-    before = {"prepared_s": request.get("sent_s") or arrival_s}
-    if request.get("has_grammar"):
-        before["grammar_s"] = queued_s
+    sent_s, compiled_from_s = request.get("sent_s"), request.get("compiled_from_s")
+    aside = {"prepared_s": (arrival_s, arrival_s if sent_s is None else sent_s)}
+    if compiled_from_s is not None:
+        aside["grammar_s"] = (compiled_from_s, queued_s)
     return _wait(
         parts,
         arrival_s,
         step["ended_s"],
         came_s=arrival_s if queued_s is None else queued_s,
-        before=before,
+        aside=aside,
         kept_from_s=request["kept_from_s"],
         left_out=left_out,
     )
@@ -169,7 +170,7 @@ def _wait(
     ended_s: float,
     *,
     came_s: float | None = None,
-    before: Mapping[str, float] = MappingProxyType({}),
+    aside: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     kept_from_s: float | None = None,
     left_out: int = 0,
 ) -> _Wait:
@@ -180,8 +181,8 @@ def _wait(
         begins_s: The beginning of the wait.
         ended_s: Its end.
         came_s: Time at which the request came to the scheduler, if the wait is for its first token.
-        before: Causes of the beginning of the wait, in order, and when each ended. Steps that ran
-            meanwhile did not delay the request.
+        aside: Causes outside of steps, with beginning and end. Steps that ran meanwhile did not
+            delay the request.
         kept_from_s: Steps that began earlier are no longer kept. None if all are kept.
         left_out: Number of steps that are not among ``parts``. If there are any, what ran beside
             the others is not known.
@@ -189,31 +190,49 @@ def _wait(
     idle = "unknown_s" if left_out else "host_s"
     spent = dict.fromkeys(_CAUSES, 0.0)
     taken: dict[int, list[Any]] = {}
+    spans = [
+        (cause, max(from_s, begins_s), min(until_s, ended_s))
+        for cause, (from_s, until_s) in aside.items()
+    ]
+    for cause, from_s, until_s in spans:
+        spent[cause] = max(until_s - from_s, 0.0)
+        parts = list(_without(parts, from_s, until_s))
+
+    def idle_s(from_s: float, until_s: float) -> float:
+        """Return the time between two steps that has no other cause."""
+        known = [max(min(b, until_s) - max(a, from_s), 0.0) for _, a, b in spans]
+        return max(until_s - from_s, 0.0) - sum(known)
+
     at_s = begins_s
-    for cause, until_s in before.items():
-        until_s = min(max(until_s, at_s), ended_s)
-        spent[cause] = until_s - at_s
-        at_s = until_s
     if kept_from_s is not None and kept_from_s > at_s:
-        spent["unknown_s"] = min(kept_from_s, ended_s) - at_s
         at_s = min(kept_from_s, ended_s)
+        spent["unknown_s"] = idle_s(begins_s, at_s)
     for part_begins_s, part_ended_s, step in parts:
         part_ended_s = min(part_ended_s, ended_s)
         if part_ended_s <= at_s or part_begins_s >= ended_s:
             continue
         is_own = step["role"] != "waits"
-        idle_s = max(part_begins_s - at_s, 0.0)
-        paced_s = min(step["paced_s"], idle_s) if is_own else 0.0
+        waited_s = idle_s(at_s, part_begins_s)
+        paced_s = min(step["paced_s"], waited_s) if is_own else 0.0
         spent["paced_s"] += paced_s
-        spent[idle] += idle_s - paced_s
+        spent[idle] += waited_s - paced_s
         seconds = part_ended_s - max(part_begins_s, at_s)
         had_begun = came_s is not None and step["launched_s"] < came_s
         spent["own_s" if is_own else "running_s" if had_begun else "queued_s"] += seconds
         taken.setdefault(id(step), [step, 0.0])[1] += seconds
         at_s = part_ended_s
-    spent[idle] += max(ended_s - at_s, 0.0)
+    spent[idle] += idle_s(at_s, ended_s)
     steps = [(step, seconds) for step, seconds in taken.values()]
     return _Wait(begins_s, ended_s, came_s, spent, steps)
+
+
+def _without(parts: Sequence[_Part], from_s: float, until_s: float) -> Iterator[_Part]:
+    """Yield the parts, without what is between two times."""
+    for part in parts:
+        if part.begins_s < from_s:
+            yield part._replace(ended_s=min(part.ended_s, from_s))
+        if part.ended_s > until_s:
+            yield part._replace(begins_s=max(part.begins_s, until_s))
 
 
 def _shown(wait: _Wait, start_s: float | None) -> dict[str, Any]:

@@ -74,8 +74,8 @@ _log = logging.getLogger(__name__)
 
 
 def tell_failures(app: FastAPI, told: Callable[[Exception], str]) -> None:
-    """Let ``told`` word for clients of ``app`` why a call failed; before that they learn only that
-    the server failed."""
+    """Use ``told`` to phrase failures for clients of ``app``. Without it they read "the server
+    failed"."""
     setattr(app.state, _TOLD, told)
 
 

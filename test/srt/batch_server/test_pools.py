@@ -141,7 +141,7 @@ def computed_again(result: LineResult, attempt: LineRequest) -> int:
 def run(servers: Two, scenario: Callable[[Watched], Any]) -> None:
     async def within() -> None:
         async with FleetBackend(ADMIN_KEY, look_interval_s=0.05) as fleet:
-            fleet.engines.set([servers.relaxed.base_url, servers.strict.base_url])
+            fleet.engines.set_listed([servers.relaxed.base_url, servers.strict.base_url])
             await fleet.engines.ready()
             await until(lambda: {engine.pool for engine in fleet.engines} == {"relaxed", "strict"})
             watched = Watched(fleet)

@@ -11,7 +11,7 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.steps.step_record import Reception, StepRecord, StepRequest
 
-RECEPTION = Reception(0.6, 0.7, has_grammar=False)
+RECEPTION = Reception(0.6, None, 0.7)
 
 
 def info(rid: str, *, offline: bool = False, arrival_s: float = 0.5) -> RequestInfo:

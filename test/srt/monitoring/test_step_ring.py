@@ -109,8 +109,8 @@ def test_the_steps_of_a_request_tell_what_it_waited_for() -> None:
         "prompt_tokens": 3,
         "batch": None,
         "sent_s": 0.6,
+        "compiled_from_s": None,
         "queued_s": 0.7,
-        "has_grammar": False,
     }
     steps = found["steps"]
     assert [step["role"] for step in steps] == ["waits", "prefill", "prefill", "decode"]

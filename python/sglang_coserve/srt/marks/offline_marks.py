@@ -21,7 +21,6 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, DEADLINE_KEY, mark_of
 
 _ARRIVAL_KEY: Final = "_coserve_arrival_s"
-_SENT_KEY: Final = "_coserve_sent_s"
 _DUE_IN_KEY: Final = "_coserve_due_in_s"
 _EXPECTED_KEY: Final = "_coserve_expected_tokens"
 _JOB_KEY: Final = "_coserve_job"
@@ -95,22 +94,6 @@ def marked_arrival_s(req: Req) -> float | None:
     """Return what ``mark_arrival`` noted in the message of ``req``; None if nothing."""
     arrival_s: float | None = mark_of(req, _ARRIVAL_KEY)
     return arrival_s
-
-
-def mark_sent(tokenized: Any, now_s: float) -> None:
-    """Note in the message of a request when the HTTP server's process sends it to the scheduler.
-
-    Embeddings have no ``sampling_params`` with marks, and get no note.
-    """
-    params = getattr(tokenized, "sampling_params", None)
-    if params is not None:
-        _add(params, {_SENT_KEY: now_s})
-
-
-def marked_sent_s(req: Req) -> float | None:
-    """Return what ``mark_sent`` noted in the message of ``req``; None if nothing."""
-    sent_s: float | None = mark_of(req, _SENT_KEY)
-    return sent_s
 
 
 def deadline_of(req: Req, arrival_s: float) -> float | None:

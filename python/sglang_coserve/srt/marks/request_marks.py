@@ -231,6 +231,16 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
+def sent_s(req: Any) -> float | None:
+    """Return when the HTTP server's process sent SGLang's ``Req`` to the scheduler.
+
+    The clock is ``time.perf_counter`` of this process. None if unknown. Also None if the call asked
+    for several choices: SGLang sends a request for the prompt before, and waits for its end.
+    """
+    sent_s: float = getattr(req.time_stats, "api_server_dispatch_time", 0.0)
+    return sent_s if sent_s and req.sampling_params.n == 1 else None
+
+
 def arrival_s(received: Any, now_s: float) -> float:
     """Return when a request arrived, at most ``now_s``; ``now_s`` if unknown.
 

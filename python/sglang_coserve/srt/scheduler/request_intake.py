@@ -12,8 +12,8 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import lowest_priority, refuse, send_abort
-from sglang_coserve.srt.marks.offline_marks import marked_sent_s, restore_generated
-from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.marks.offline_marks import restore_generated
+from sglang_coserve.srt.marks.request_marks import is_offline, sent_s
 from sglang_coserve.srt.optional_parts import GUARD
 from sglang_coserve.srt.request_moves import RequestMoves
 from sglang_coserve.srt.scheduler.request_endings import RequestEndings
@@ -77,8 +77,7 @@ class RequestIntake:
             self._deferred.setdefault(req.rid, []).append(req)
             return
         now_s = self._clock.now_s()
-        reception = Reception(marked_sent_s(req), time.perf_counter(), req.grammar is not None)
-        info = self._requests.add(req, self._clock.arrival_s(req, now_s), reception)
+        info = self._requests.add(req, self._clock.arrival_s(req, now_s), _reception(req))
         # A request that failed validation is answered by SGLang, whatever its class.
         if is_offline(req) and req.to_finish is None:
             self._enqueue_offline(req)
@@ -157,3 +156,10 @@ class RequestIntake:
         """Remove and return the deferred requests that are to be aborted."""
         rids = list(self._deferred) if recv_req.abort_all else [recv_req.rid]
         return [req for rid in rids for req in self._deferred.pop(rid, ())]
+
+
+def _reception(req: Req) -> Reception:
+    queued_s = time.perf_counter()
+    received_s = getattr(req.time_stats, "scheduler_recv_time", 0.0) or queued_s
+    compiled_from_s = None if req.grammar is None else received_s
+    return Reception(sent_s(req), compiled_from_s, queued_s)

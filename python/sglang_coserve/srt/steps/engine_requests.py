@@ -152,7 +152,7 @@ class EngineRequests:
             can_pause=has_plain_state(req),
         )
         length_tokens = info.prompt_tokens + _output_tokens(req, info)
-        reception = reception or Reception(None, arrival_s, has_grammar=False)
+        reception = reception or Reception(None, None, arrival_s)
         live = LiveRequest(req, info, reception, info.is_online, length_tokens)
         self._live[req.rid] = self._of_class[info.request_class][req.rid] = live
         self._tokens[info.request_class] += length_tokens

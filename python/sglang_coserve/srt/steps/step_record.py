@@ -21,9 +21,11 @@ class Reception(NamedTuple):
     """Time at which the HTTP server's process sent it, with its text and media prepared. None if
     unknown."""
 
+    compiled_from_s: float | None
+    """Time at which the scheduler received it and looked for its grammar, which was compiled until
+    ``queued_s`` unless it was known. None without a grammar."""
+
     queued_s: float
-    has_grammar: bool
-    """True if it was queued only after its grammar had been compiled."""
 
 
 class StepRequest(NamedTuple):

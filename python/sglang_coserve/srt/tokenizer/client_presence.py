@@ -24,7 +24,8 @@ from sglang_coserve.srt import compat
 
 
 class ArrivalTimeStats(APIServerReqTimeStats):
-    """SGLang's times of a request, which also send the arrival time to the scheduler."""
+    """SGLang's times of a request, which also tell the scheduler when it arrived, and when it was
+    sent."""
 
     attributes: Mapping[str, str] = MappingProxyType({})
     """Its service tier and what is asked for, as OpenTelemetry names them."""
@@ -35,6 +36,7 @@ class ArrivalTimeStats(APIServerReqTimeStats):
         assert isinstance(state, dict)
         # SGLang's counterpart translates values whose name ends like this to its own clock.
         state["created_time"] = self.created_time
+        state["api_server_dispatch_time"] = self.api_server_dispatch_time
         return state
 
 

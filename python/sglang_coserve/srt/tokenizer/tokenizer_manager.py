@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import aclosing, contextmanager
 from typing import Any, Final
@@ -21,7 +20,7 @@ from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
 from sglang_coserve.srt.marks.answers import telling_refusals
-from sglang_coserve.srt.marks.offline_marks import attach_marks, mark_sent
+from sglang_coserve.srt.marks.offline_marks import attach_marks
 from sglang_coserve.srt.marks.request_marks import with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
     GenAiMetrics,
@@ -217,7 +216,6 @@ class CoserveTokenizerManager(_Hooked):
         self._departures.sending(tokenized)
         self._adapter_unloads.sending(tokenized)
         self.coserve_request_ids.sending(tokenized.rid)
-        mark_sent(tokenized, time.perf_counter())
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         ending = [] if self._otel_metrics is None else self._ending(recv_obj)
