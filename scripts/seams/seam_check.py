@@ -13,7 +13,7 @@ from typing import Final
 
 import sglang_coserve
 from seams import NameUse, Seam, seams_of
-from sglang_coserve.srt.compat.versions import uses_v23
+from sglang_coserve.srt.compat.versions import module_for
 from source_tree import Definition, SourceTree
 
 _ROOT: Final = Path(sglang_coserve.__file__).parent
@@ -74,12 +74,17 @@ def _unknown_keywords(tree: SourceTree, version: str) -> list[str]:
 
 def _own_nodes(version: str) -> Iterator[tuple[ast.AST, str]]:
     """Yield the syntax of what ``version`` uses of ours, and of which file it is."""
-    unused = _ROOT / "srt" / "compat" / ("v17.py" if uses_v23(version) else "v23.py")
-    for path in own_files():
-        if path != unused:
-            where = str(path.relative_to(_ROOT))
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                yield node, where
+    for path in files_for(version):
+        where = str(path.relative_to(_ROOT))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            yield node, where
+
+
+def files_for(version: str) -> list[Path]:
+    """Return our files that run with a version: ``own_files`` without the modules of others."""
+    modules = set((_ROOT / "srt" / "compat").glob("v[0-9]*.py"))
+    used = f"{module_for(version)}.py"
+    return [path for path in own_files() if path not in modules or path.name == used]
 
 
 def own_files() -> list[Path]:

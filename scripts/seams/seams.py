@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.srt.compat.requests import STATEFUL_FIELDS, STATEFUL_PARAMS
-from sglang_coserve.srt.compat.versions import SUPPORTED, uses_v23, version_key
+from sglang_coserve.srt.compat.versions import NEWEST, SUPPORTED, version_key
 
 _OLDEST: Final = SUPPORTED[0]
 
@@ -64,17 +64,28 @@ class Seam:
     when None."""
 
     first: str = _OLDEST
-    """The first version that has it."""
+    """The first supported version that has the name."""
 
-    is_only_in_v17: bool = False
-    """Whether ``v23`` does without it."""
+    last: str | None = None
+    """The last supported version that has the name; None while the newest one has it."""
+
+    @property
+    def is_of_some_versions(self) -> bool:
+        """Whether a supported version lacks the name."""
+        return self.first != _OLDEST or self.last is not None
 
     def is_in(self, version: str) -> bool:
-        """Return whether it is relied on in ``version``, also in one that is not supported: by
-        what ``by_version`` would choose for it."""
-        if not uses_v23(version):
-            return self.first == _OLDEST
-        return not self.is_only_in_v17 and version_key(self.first) <= version_key(version)
+        """Return whether the name is relied on in ``version``.
+
+        Before the oldest supported version, and between two of them, our code does what it does
+        for the nearest supported version (of two, the older one).
+        """
+        number = version_key(version)
+        if number <= version_key(NEWEST):
+            older = [key for key in map(version_key, SUPPORTED) if key <= number]
+            number = max(older, default=version_key(_OLDEST))
+        is_gone = self.last is not None and version_key(self.last) < number
+        return version_key(self.first) <= number and not is_gone
 
 
 def seams_of(version: str) -> list[Seam]:
@@ -84,7 +95,8 @@ def seams_of(version: str) -> list[Seam]:
 
 _TEXT: Final = r"(.+(?:\n  \S.*)*)\n"
 _SECTION: Final = re.compile(rf"== (.+)\nwhy: {_TEXT}goes when: {_TEXT}")
-_GROUP: Final = re.compile(r"(\w+) ([\w.]+)(?: since (\S+)| only (0\.5\.17))?")
+_VERSION: Final = r"(\d+\.\d+\.\d+)"
+_GROUP: Final = re.compile(rf"(\w+) ([\w.]+)(?: since {_VERSION})?(?: until {_VERSION})?")
 _MEMBER: Final = re.compile(r"(\w+)(?:\(([^)]*)\))?")
 
 
@@ -107,14 +119,18 @@ def _of_section(reason: Reason, lines: Iterable[str]) -> Iterator[Seam]:
     for line in filter(None, lines):
         if not line.startswith("    "):
             group = _GROUP.fullmatch(line)
+            if group is None:
+                raise ValueError(f"{reason.title}: no use, owner and versions: {line}")
             continue
         if group is None:
             raise ValueError(f"{reason.title}: no use and owner above {line.strip()}")
-        use, owner, since, only = group.groups()
+        use, owner, since, until = group.groups()
+        if since and until and version_key(since) > version_key(until):
+            raise ValueError(f"{reason.title}: in no version: {group[0]}")
         for member in _MEMBER.finditer(line):
             parameters = None if member[2] is None else tuple(member[2].split())
             name = f"sglang.{owner}.{member[1]}"
-            yield Seam(name, NameUse(use), reason, parameters, since or _OLDEST, only is not None)
+            yield Seam(name, NameUse(use), reason, parameters, since or _OLDEST, until)
 
 
 _CONTINUED: Final = Reason(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +18,15 @@ import pytest
 
 import seam_check
 import seam_report
+import seams
 import sglang_coserve
 from own_uses import OwnUses, Use, defined_in
 from seam_check import own_files, problems
-from seams import SEAMS, NameUse, Reason, Seam, listed_in
+from seams import SEAMS, NameUse, Reason, Seam, listed_in, seams_of
 from sglang_coserve.errors import StartupError
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat import by_version, replace, v17, v23
+from sglang_coserve.srt.compat.versions import NEWEST, SUPPORTED, module_for
 from source_tree import SourceTree
 
 INSTALLED = importlib.metadata.version("sglang")
@@ -33,7 +38,7 @@ UPSTREAM = ROOT / "docs" / "upstream"
 OF_OTHERS = frozenset(
     [
         *("_buckets", "_parser", "abort", "call", "drain", "format", "g", "reqs", "route", "scope"),
-        *("serve", "synchronize", "timer", "url", "value"),
+        *("model", "synchronize", "timer", "url", "value"),
     ]
 )
 """Names that functions or private attributes of SGLang have, too, and that we use for others."""
@@ -79,16 +84,22 @@ def test_modules_of_sglang_are_changed_in_one_place() -> None:
     assert found == []
 
 
-def test_both_files_have_every_function_and_one_of_them_is_used() -> None:
-    used = v17 if INSTALLED == "0.5.17" else v23
-    functions = [name for name, found in vars(v23).items() if inspect.isfunction(found)]
-    public = [name for name in functions if getattr(v23, name).__module__ == v23.__name__]
+def test_every_module_of_a_version_has_every_function_and_one_is_used() -> None:
+    names = [path.stem for path in Path(v23.__file__).parent.glob("v[0-9]*.py")]
+    modules = {name: importlib.import_module(f"{compat.__name__}.{name}") for name in names}
+    used = modules[module_for(INSTALLED)]
+    public = {
+        name
+        for module in modules.values()
+        for name, found in vars(module).items()
+        if inspect.isfunction(found) and found.__module__ == module.__name__ and name[0] != "_"
+    }
     assert len(public) > 20
-    for name in (name for name in public if not name.startswith("_")):
+    for name in public:
         assert getattr(by_version, name) is getattr(used, name), name
         assert getattr(v17, name) is not getattr(v23, name), name
-        parameters = [inspect.signature(getattr(file, name)).parameters for file in (v17, v23)]
-        assert list(parameters[0]) == list(parameters[1]), name
+        functions = [getattr(module, name) for module in modules.values()]
+        assert len({tuple(inspect.signature(each).parameters) for each in functions}) == 1, name
 
 
 # --- The register ------------------------------------------------------------------------
@@ -164,10 +175,19 @@ def test_names_of_others_are_still_used(uses: OwnUses) -> None:
 
 
 def test_no_entry_is_there_twice() -> None:
-    entries = [(seam.name, seam.use, seam.first, seam.is_only_in_v17) for seam in SEAMS]
-    assert len(entries) == len(set(entries))
+    for version in SUPPORTED:
+        entries = [(seam.name, seam.use) for seam in seams_of(version)]
+        twice = {entry for entry, count in Counter(entries).items() if count > 1}
+        assert twice == set(), version
     titles = re.findall("^== (.+)$", (ROOT / "scripts/seams/seams.txt").read_text(), re.M)
     assert len(titles) == len(set(titles))
+
+
+def test_versions_of_entries_are_supported_ones() -> None:
+    """An entry until an older version is for no supported one, and can go."""
+    named = {version for seam in SEAMS for version in (seam.first, seam.last or NEWEST)}
+    assert named <= set(SUPPORTED)
+    assert [seam.name for seam in SEAMS if seam.last == NEWEST] == []
 
 
 def test_patches_for_sglang_are_those_that_the_register_names() -> None:
@@ -203,11 +223,56 @@ def test_a_patch_fits_the_installed_sglang(patch: Path) -> None:
         "\n== No reason\nread srt.x\n    y\n",
         "\n== Never goes\nwhy: it is so\nread srt.x\n    y\n",
         "\n== No owner\nwhy: it is so\ngoes when: it is not\n    y\n",
+        "\n== No version\nwhy: it is so\ngoes when: it is not\nread srt.x since then\n    y\n",
+        "\n== Nowhere\nwhy: it is\ngoes when: it is not\nread x since 2.0.0 until 1.0.0\n    y\n",
     ],
 )
-def test_an_entry_needs_a_reason_and_an_owner(text: str) -> None:
+def test_an_entry_needs_a_reason_an_owner_and_versions(text: str) -> None:
     with pytest.raises(ValueError, match=r"No|Never"):
         list(listed_in(text))
+
+
+RENAMED = """
+== Renamed
+why: it is so
+goes when: it is not
+read srt.x until 0.5.23
+    old
+read srt.x since 0.5.24
+    new
+read srt.x since 0.5.23 until 0.5.24
+    passing
+read srt.x
+    kept
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [
+        ("0.5.16", {"old", "kept"}),
+        ("0.5.17", {"old", "kept"}),
+        ("0.5.20", {"old", "kept"}),
+        ("0.5.23", {"old", "passing", "kept"}),
+        ("0.5.23.post1", {"old", "passing", "kept"}),
+        ("0.5.24", {"new", "passing", "kept"}),
+        ("0.5.25", {"new", "kept"}),
+        ("0.6.0", {"new", "kept"}),
+    ],
+)
+@pytest.mark.parametrize("newest", ["0.5.23", "0.5.24"])
+def test_an_entry_holds_in_its_versions(
+    version: str, names: set[str], newest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions that are not supported are read by the code of those that are."""
+    supported = ("0.5.17", "0.5.23", "0.5.24")[: 2 if newest == "0.5.23" else 3]
+    monkeypatch.setattr(seams, "SUPPORTED", supported)
+    monkeypatch.setattr(seams, "NEWEST", newest)
+    monkeypatch.setattr(seams, "_OLDEST", supported[0])
+    entries = list(listed_in(RENAMED))
+    found = {seam.name.rpartition(".")[2] for seam in entries if seam.is_in(version)}
+    assert found == names
+    assert [seam.is_of_some_versions for seam in entries] == [True, True, True, False]
 
 
 SOURCE = """
