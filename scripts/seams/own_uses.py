@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 _OWN: Final = "sglang_coserve."
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FEW_LEVELS: Final = 8
 """Own classes between a class and SGLang's, or names handed on; more is a circle."""
@@ -88,15 +89,20 @@ class OwnUses:
     def __init__(self, paths: Iterable[Path], root: Path) -> None:
         self._files = {file.module: file for file in (OwnFile(path, root) for path in paths)}
 
-    def overridden(self) -> Iterator[Use]:
-        """Yield the members of SGLang's classes that our subclasses define, or that are assigned
-        to the classes."""
+    def methods(self) -> Iterator[tuple[Use, Function]]:
+        """Yield the members of SGLang's classes that our subclasses define, with our functions."""
         for file, node in self._nodes():
             if isinstance(node, ast.ClassDef):
                 for base in self._bases(file, node):
                     for member in node.body:
                         if isinstance(member, _FUNCTIONS) and member.name != "__init__":
-                            yield Use(f"{base}.{member.name}", file.at(member))
+                            yield Use(f"{base}.{member.name}", file.at(member)), member
+
+    def overridden(self) -> Iterator[Use]:
+        """Yield the members of SGLang's classes that our subclasses define, or that are assigned
+        to the classes."""
+        yield from (use for use, _ in self.methods())
+        for file, node in self._nodes():
             for target in _assigned(node):
                 owner = isinstance(target.value, ast.Name) and file.imports.get(target.value.id)
                 if owner and owner.startswith("sglang."):

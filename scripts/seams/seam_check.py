@@ -57,7 +57,7 @@ def _unknown_keywords(tree: SourceTree, version: str) -> list[str]:
         if name == "__init__":  # Any class has one.
             continue
         if definition is not None and isinstance(definition.node, _Function):
-            taken.setdefault(name, set()).update(_parameters(definition.node)[0])
+            taken.setdefault(name, set()).update(parameters_of(definition.node)[0])
             if definition.node.args.kwarg is not None:
                 taken[name].add("**")
     found = []
@@ -97,15 +97,20 @@ def _fault(seam: Seam, definition: Definition) -> str | None:
     node = definition.node
     if seam.parameters is None or not isinstance(node, _Function):
         return None
-    names, required = _parameters(node)
+    names, required = parameters_of(node)
     expected = list(seam.parameters)
     if names[: len(expected)] != expected:
         return f"has parameters {names}, expected {expected} first"
-    further = [name for name in required if name not in expected]
-    return f"needs also {further}" if further else None
+    if seam.passes_rest:
+        return None
+    if further := [name for name in required if name not in expected]:
+        return f"needs also {further}"
+    # An optional one breaks our function, too, as soon as SGLang passes it.
+    further = [name for name in names if name not in expected] if seam.is_ours else []
+    return f"has also {further}, which our function does not pass on" if further else None
 
 
-def _parameters(node: _Function) -> tuple[list[str], list[str]]:
+def parameters_of(node: _Function) -> tuple[list[str], list[str]]:
     """Return the names of all parameters but ``self``, and of those without a default."""
     arguments = node.args
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]

@@ -60,8 +60,11 @@ class Seam:
     reason: Reason
 
     parameters: tuple[str, ...] | None = None
-    """The first parameters of a function, ``self`` left out; it needs no others. Not checked
-    when None."""
+    """The parameters of a function, ``self`` left out: all of them where our function takes the
+    place of SGLang's, else the first ones, and the others are optional. Not checked when None."""
+
+    passes_rest: bool = False
+    """Whether our function passes further parameters on to SGLang's."""
 
     first: str = _OLDEST
     """The first supported version that has the name."""
@@ -70,9 +73,9 @@ class Seam:
     """The last supported version that has the name; None while the newest one has it."""
 
     @property
-    def is_of_some_versions(self) -> bool:
-        """Whether a supported version lacks the name."""
-        return self.first != _OLDEST or self.last is not None
+    def is_ours(self) -> bool:
+        """Whether SGLang calls our function in place of its own."""
+        return self.use in (NameUse.OVERRIDDEN, NameUse.REPLACED)
 
     def is_in(self, version: str) -> bool:
         """Return whether the name is relied on in ``version``.
@@ -97,6 +100,7 @@ _TEXT: Final = r"(.+(?:\n  \S.*)*)\n"
 _SECTION: Final = re.compile(rf"== (.+)\nwhy: {_TEXT}goes when: {_TEXT}")
 _VERSION: Final = r"(\d+\.\d+\.\d+)"
 _GROUP: Final = re.compile(rf"(\w+) ([\w.]+)(?: since {_VERSION})?(?: until {_VERSION})?")
+_REST: Final = "..."
 _MEMBER: Final = re.compile(r"(\w+)(?:\(([^)]*)\))?")
 
 
@@ -111,7 +115,8 @@ def listed_in(text: str) -> Iterator[Seam]:
         if head is None:
             raise ValueError(f"no why, or no goes when: {section.splitlines()[0]}")
         reason = Reason(*(" ".join(part.split()) for part in head.groups()))
-        yield from _of_section(reason, section[head.end() :].splitlines())
+        lines = section[head.end() :].replace("\n" + " " * 8, " ")
+        yield from _of_section(reason, lines.splitlines())
 
 
 def _of_section(reason: Reason, lines: Iterable[str]) -> Iterator[Seam]:
@@ -128,9 +133,16 @@ def _of_section(reason: Reason, lines: Iterable[str]) -> Iterator[Seam]:
         if since and until and version_key(since) > version_key(until):
             raise ValueError(f"{reason.title}: in no version: {group[0]}")
         for member in _MEMBER.finditer(line):
-            parameters = None if member[2] is None else tuple(member[2].split())
-            name = f"sglang.{owner}.{member[1]}"
-            yield Seam(name, NameUse(use), reason, parameters, since or _OLDEST, until)
+            name, words = f"sglang.{owner}.{member[1]}", (member[2] or "").split()
+            passes_rest = words[-1:] == [_REST]
+            parameters = None if member[2] is None else tuple(words[: -1 if passes_rest else None])
+            seam = Seam(
+                *(name, NameUse(use), reason, parameters, passes_rest),
+                *(since or _OLDEST, until),
+            )
+            if passes_rest and not seam.is_ours:
+                raise ValueError(f"{reason.title}: {_REST} is for functions of ours: {member[0]}")
+            yield seam
 
 
 _CONTINUED: Final = Reason(

@@ -20,8 +20,8 @@ import seam_check
 import seam_report
 import seams
 import sglang_coserve
-from own_uses import OwnUses, Use, defined_in
-from seam_check import own_files, problems
+from own_uses import Function, OwnUses, Use, defined_in
+from seam_check import files_for, own_files, parameters_of, problems
 from seams import SEAMS, NameUse, Reason, Seam, listed_in, seams_of
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt import compat
@@ -147,6 +147,32 @@ def test_every_entry_of_an_override_has_one(uses: OwnUses) -> None:
     assert {name for name in entries if last({name}).isdisjoint(by_last_name | inherited)} == set()
 
 
+def takes_all(ours: Function, parameters: tuple[str, ...]) -> bool:
+    """Return whether a method of ours takes these parameters."""
+    own, _ = parameters_of(ours)
+    if ours.args.vararg or ours.args.kwarg:
+        return True
+    # Some have a name of their own: SGLang passes them by position.
+    positional = len(own) - len(ours.args.kwonlyargs)
+    return all(name in own for name in parameters[positional:])
+
+
+def test_entries_say_which_methods_pass_all_parameters_on() -> None:
+    files = OwnUses(files_for(INSTALLED), Path(sglang_coserve.__file__).parents[1])
+    entries = {seam.name: seam for seam in seams_of(INSTALLED) if seam.use is NameUse.OVERRIDDEN}
+    wrong = []
+    for use, ours in files.methods():
+        rest = ours.args.kwarg and ours.args.kwarg.arg
+        passes_rest = any(isinstance(node, ast.Name) and node.id == rest for node in ast.walk(ours))
+        seam = entries.get(use.name)
+        if seam is not None and not (
+            passes_rest == (seam.passes_rest or seam.parameters is None)
+            and takes_all(ours, seam.parameters or ())
+        ):
+            wrong.append((use, seam.parameters))
+    assert wrong == []
+
+
 def test_what_is_replaced_has_an_entry_and_the_reverse(uses: OwnUses) -> None:
     assert {use.name for use in uses.replaced()} == listed(NameUse.REPLACED)
 
@@ -224,6 +250,7 @@ def test_a_patch_fits_the_installed_sglang(patch: Path) -> None:
         "\n== Never goes\nwhy: it is so\nread srt.x\n    y\n",
         "\n== No owner\nwhy: it is so\ngoes when: it is not\n    y\n",
         "\n== No version\nwhy: it is so\ngoes when: it is not\nread srt.x since then\n    y\n",
+        "\n== No rest\nwhy: it is so\ngoes when: it is not\ncalled srt.x\n    y(a ...)\n",
         "\n== Nowhere\nwhy: it is\ngoes when: it is not\nread x since 2.0.0 until 1.0.0\n    y\n",
     ],
 )
@@ -272,7 +299,6 @@ def test_an_entry_holds_in_its_versions(
     entries = list(listed_in(RENAMED))
     found = {seam.name.rpartition(".")[2] for seam in entries if seam.is_in(version)}
     assert found == names
-    assert [seam.is_of_some_versions for seam in entries] == [True, True, True, False]
 
 
 SOURCE = """
@@ -362,6 +388,30 @@ def test_a_method_has_to_take_what_it_is_given(
         (line,) = lines
         assert line.startswith(f"{name}: ")
         assert says in line
+
+
+@pytest.mark.parametrize(
+    ("use", "entry", "parameters", "says"),
+    [
+        ("overridden", "end(why)", "why, when=0", "has also ['when'], which our function does not"),
+        ("overridden", "end(why)", "why, *, when=0", "has also ['when']"),
+        ("replaced", "end(why)", "why, when=0", "has also ['when']"),
+        ("overridden", "end(why)", "why, when", "needs also ['when']"),
+        ("overridden", "end(why)", "why, **options", None),
+        ("overridden", "end(why ...)", "why, when=0", None),
+        ("overridden", "end(why ...)", "why, when", None),
+        ("overridden", "end(why ...)", "cause", "has parameters ['cause']"),
+        ("overridden", "end", "why, when", None),
+        ("called", "end(why)", "why, when=0", None),
+    ],
+)
+def test_our_function_has_to_take_what_sglangs_takes(
+    use: str, entry: str, parameters: str, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"\n== x\nwhy: y\ngoes when: z\n{use} srt.managers.schedule_batch\n    {entry}\n"
+    check_only(monkeypatch, *listed_in(text))
+    lines = problems(tree({BATCH: f"def end({parameters}): pass"}), "0.5.24")
+    assert [says in line for line in map(str, lines)] == ([] if says is None else [True])
 
 
 @pytest.mark.parametrize(

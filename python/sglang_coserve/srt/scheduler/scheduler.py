@@ -77,9 +77,9 @@ class CoserveScheduler(_Hooked):
         super().init_request_dispatcher()
         self._request_dispatcher += TypeBasedDispatcher([(RankTime, self._rank_clock.take)])
 
-    def init_metrics_reporter(self, *args: Any) -> None:
+    def init_metrics_reporter(self, *args: Any, **options: Any) -> None:
         """Let SGLang's metrics, too, say what online requests find."""
-        super().init_metrics_reporter(*args)
+        super().init_metrics_reporter(*args, **options)
         collector = self.metrics_reporter.metrics_collector
         if collector is not None:
             log_stats = collector.log_stats
