@@ -45,7 +45,8 @@ def module_for(version: str) -> str:
 
 def supported_text() -> str:
     """Return the supported versions as a list in words."""
-    return f"{', '.join(SUPPORTED[:-1])} and {NEWEST}"
+    older = ", ".join(SUPPORTED[:-1])
+    return f"{older} and {NEWEST}" if older else NEWEST
 
 
 def start_up_line() -> str:
