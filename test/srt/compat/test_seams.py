@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,9 @@ from seams import SEAMS, NameUse, Reason, Seam, listed_in, seams_of
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat import by_version, replace, v17, v23
-from sglang_coserve.srt.compat.versions import NEWEST, SUPPORTED, module_for
+from sglang_coserve.srt.compat.versions import NEWEST, SUPPORTED, module_for, version_key
 from source_tree import SourceTree
+from srt.compat.test_versions import NEXT
 
 INSTALLED = importlib.metadata.version("sglang")
 BATCH = "sglang/srt/managers/schedule_batch.py"
@@ -51,7 +53,7 @@ def tree(files: dict[str, str]) -> SourceTree:
 def check_only(monkeypatch: pytest.MonkeyPatch, *seams: Seam) -> None:
     for module in (seam_check, seam_report):
         monkeypatch.setattr(module, "seams_of", lambda _version: list(seams))
-    monkeypatch.setattr(seam_check, "_own_nodes", lambda _version: iter(()))
+    monkeypatch.setattr(seam_check, "uses_for", lambda _version: ())
 
 
 # --- This package ------------------------------------------------------------------------
@@ -224,7 +226,9 @@ def test_patches_for_sglang_are_those_that_the_register_names() -> None:
         assert (UPSTREAM / name / f"{name}.patch").is_file()
 
 
-@pytest.mark.skipif(INSTALLED != "0.5.23", reason="the patches are for SGLang 0.5.23")
+@pytest.mark.skipif(
+    version_key(INSTALLED) < version_key(NEWEST), reason=f"the patches are for SGLang {NEWEST}"
+)
 @pytest.mark.parametrize("patch", sorted(UPSTREAM.glob("*/*.patch")), ids=lambda patch: patch.stem)
 def test_a_patch_fits_the_installed_sglang(patch: Path) -> None:
     spec = importlib.util.find_spec("sglang")
@@ -381,13 +385,13 @@ def test_a_method_has_to_take_what_it_is_given(
 ) -> None:
     name = "sglang.srt.managers.schedule_batch.Req.end"
     check_only(monkeypatch, Seam(name, NameUse.CALLED, REASON, ("why",)))
-    lines = problems(tree({BATCH: source}), "0.5.24")
+    lines = problems(tree({BATCH: source}), NEXT)
     if says is None:
         assert lines == []
     else:
         (line,) = lines
-        assert line.startswith(f"{name}: ")
-        assert says in line
+        assert line.name == name
+        assert says in line.says
 
 
 @pytest.mark.parametrize(
@@ -410,8 +414,8 @@ def test_our_function_has_to_take_what_sglangs_takes(
 ) -> None:
     text = f"\n== x\nwhy: y\ngoes when: z\n{use} srt.managers.schedule_batch\n    {entry}\n"
     check_only(monkeypatch, *listed_in(text))
-    lines = problems(tree({BATCH: f"def end({parameters}): pass"}), "0.5.24")
-    assert [says in line for line in map(str, lines)] == ([] if says is None else [True])
+    lines = problems(tree({BATCH: f"def end({parameters}): pass"}), NEXT)
+    assert [says in line.says for line in lines] == ([] if says is None else [True])
 
 
 @pytest.mark.parametrize(
@@ -430,8 +434,8 @@ def test_the_differences_of_two_versions_are_told(
 ) -> None:
     name = "sglang.srt.managers.schedule_batch.end"
     check_only(monkeypatch, Seam(name, NameUse.CALLED, REASON))
-    lines = seam_report.changes(tree({BATCH: before}), tree({BATCH: after}), "0.5.23", "0.5.24")
-    assert lines == ([] if says is None else [f"{name}: {says}"])
+    lines = seam_report.changes(tree({BATCH: before}), tree({BATCH: after}), NEWEST, NEXT)
+    assert list(map(str, lines)) == ([] if says is None else [f"{name}: {says}"])
 
 
 # --- The script --------------------------------------------------------------------------
@@ -445,9 +449,15 @@ def run_report(tmp_path: Path) -> Callable[..., int]:
 def test_what_is_no_wheel_is_told_in_one_line(
     run_report: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sglang-0.5.24-py3-none-any.whl").write_text("no archive")
-    assert run_report("0.5.24") == 2
+    (tmp_path / f"sglang-{NEXT}-py3-none-any.whl").write_text("no archive")
+    assert run_report(NEXT) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def told(lines: list[str], name: str) -> list[str]:
+    """Return the lines under the first one of a name that ends so."""
+    begin = next(number for number, line in enumerate(lines) if f"{name}: not there" in line)
+    return list(takewhile(lambda line: re.search(r"\.py:\d+$", line), lines[begin + 1 :]))
 
 
 def test_a_wheel_that_lacks_everything_is_told_so(
@@ -455,10 +465,16 @@ def test_a_wheel_that_lacks_everything_is_told_so(
 ) -> None:
     import zipfile
 
-    for version in ("0.5.23", "0.5.24"):
+    for version in (NEWEST, NEXT):
         with zipfile.ZipFile(tmp_path / f"sglang-{version}-py3-none-any.whl", "w") as wheel:
             wheel.writestr("sglang/__init__.py", "")
-    assert run_report("0.5.24") == 1
+    assert run_report(NEXT) == 1
     said = capsys.readouterr().out
-    assert "sglang.srt.managers.scheduler.Scheduler: not there, imported by" in said
-    assert "0.5.23 -> 0.5.24: 0 changed" in said
+    lines = [line.strip() for line in said.splitlines()]
+    begin = lines.index("sglang.srt.managers.scheduler.Scheduler: not there, imported")
+    assert re.fullmatch(r"python/sglang_coserve/srt/\S+\.py:\d+", lines[begin + 1])
+    assert f"{NEWEST} -> {NEXT}: 0 changed" in lines
+    # An override, an attribute that is read, and a use in a benchmark.
+    assert any("/srt/scheduler/scheduler.py:" in line for line in told(lines, "run_batch"))
+    assert any("/srt/compat/v23.py:" in line for line in told(lines, "ReqKvInfo.kv_committed_len"))
+    assert any("benchmark/common/schedulers.py:" in line for line in lines)
