@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -175,6 +175,23 @@ class OwnUses:
                 for each in (each for each in uses if _is_own(each.value)):
                     if _is_private(each.attr) and each.attr not in own:
                         yield Use(each.attr, file.at(each))
+
+    def public(self, owners: Mapping[str, str]) -> Iterator[Use]:
+        """Yield the public attributes of SGLang's objects, as far as their classes are known.
+
+        They are known of ``self`` in our subclasses, and of objects whose name is one of
+        ``owners``: the dotted classes by names of ours, such as ``req`` or ``self._scheduler``.
+        """
+        for file, node in self.nodes():
+            if isinstance(node, ast.Attribute) and not node.attr.startswith("_"):
+                owner = owners.get(ast.unparse(node.value).removeprefix("self."))
+                if owner is not None:
+                    yield Use(f"{owner}.{node.attr}", file.at(node))
+            elif isinstance(node, ast.ClassDef):
+                within = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+                own = [each for each in within if _is_own(each.value) and each.attr[0] != "_"]
+                for base in self._bases(file, node):
+                    yield from (Use(f"{base}.{each.attr}", file.at(each)) for each in own)
 
     def imported(self) -> Iterator[Use]:
         """Yield what is imported from SGLang."""

@@ -67,10 +67,10 @@ class Seam:
     """Whether our function passes further parameters on to SGLang's."""
 
     first: str = _OLDEST
-    """The first supported version that has the name."""
+    """The first supported version with which the name is used."""
 
     last: str | None = None
-    """The last supported version that has the name; None while the newest one has it."""
+    """The last supported version with which the name is used; None for the newest one."""
 
     @property
     def is_ours(self) -> bool:
