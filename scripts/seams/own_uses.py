@@ -255,7 +255,8 @@ class OwnUses:
             for node in file.nodes:
                 if isinstance(node, ast.Attribute):
                     # An attribute of ``self`` is SGLang's only in a subclass of SGLang's.
-                    if not _is_own(node.value) or id(node) in inside:
+                    is_ours = _is_own(node.value) and id(node) not in inside
+                    if not is_ours and ast.unparse(node.value) != "compat":
                         yield node.attr, file.at(node)
                 elif isinstance(node, ast.keyword):
                     yield node.arg or "", file.at(node)

@@ -9,8 +9,10 @@ import sys
 import tempfile
 import textwrap
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from seam_check import Finding, imports_for, places_of, problems
 from seams import seams_of
@@ -41,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.wheels or Path(temporary)
         try:
-            tree = _sources(_wheel(args.version, directory))
+            wheel = _wheel(args.version, directory)
+            tree = _sources(wheel)
             found = problems(tree, args.version)
             print(f"SGLang {args.version}: {_count(args.version)} checked, {len(found)} to mend")
             _print(found)
@@ -51,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
                 differences = changes(before, tree, since, args.version)
                 print(f"{since} -> {args.version}: {len(differences)} changed")
                 _print(differences)
+                lines = list(_changed_requirements(_wheel(since, directory), wheel))
+                print(f"{since} -> {args.version}: {len(lines)} requirements changed")
+                print(*(f"  {line}\n" for line in lines), sep="", end="")
         except (OSError, zipfile.BadZipFile) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -114,6 +120,29 @@ def _body(node: _Function) -> str:
     """Return a function's statements in one form, without its docstring."""
     begin = 1 if ast.get_docstring(node) is not None else 0
     return "\n".join(map(ast.unparse, node.body[begin:]))
+
+
+def _changed_requirements(old: Path, new: Path) -> Iterator[str]:
+    """Yield which packages two wheels require in other versions, extras left out."""
+    before, after = _requirements(old), _requirements(new)
+    for name in sorted(before.keys() | after.keys()):
+        was, now = before.get(name, "not required"), after.get(name, "not required")
+        if was != now:
+            yield f"{name}: {was or 'any'} -> {now or 'any'}"
+
+
+def _requirements(wheel: Path) -> dict[str, str]:
+    """Return the versions of each package that a wheel requires."""
+    found: dict[str, list[str]] = {}
+    with zipfile.ZipFile(wheel) as archive:
+        for path in (name for name in archive.namelist() if name.endswith(".dist-info/METADATA")):
+            for line in archive.read(path).decode().splitlines():
+                if line.startswith("Requires-Dist: ") and "extra ==" not in line:
+                    requirement = Requirement(line.removeprefix("Requires-Dist: "))
+                    condition = f" ; {requirement.marker}" if requirement.marker else ""
+                    versions = f"{requirement.specifier}{condition}"
+                    found.setdefault(requirement.name, []).append(versions)
+    return {name: ", ".join(sorted(versions)) for name, versions in found.items()}
 
 
 def _sources(wheel: Path) -> SourceTree:

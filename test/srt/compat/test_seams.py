@@ -10,6 +10,7 @@ import inspect
 import os
 import re
 import subprocess
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
@@ -477,6 +478,26 @@ def test_what_is_no_wheel_is_told_in_one_line(
     assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_requirements_that_changed_are_told(
+    run_report: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    required = {
+        NEWEST: ["torch==2.13.0", "same>=1", "old", 'plot>=1 ; extra == "plot"'],
+        NEXT: ["torch==2.14.1", "same>=1", 'new<3; python_version < "3.13"'],
+    }
+    for version, lines in required.items():
+        with zipfile.ZipFile(tmp_path / f"sglang-{version}-py3-none-any.whl", "w") as wheel:
+            text = "".join(f"Requires-Dist: {line}\n" for line in lines)
+            wheel.writestr(f"sglang-{version}.dist-info/METADATA", f"Name: sglang\n{text}\nText.")
+    run_report(NEXT)
+    _, _, said = capsys.readouterr().out.partition(f"{NEWEST} -> {NEXT}: 3 requirements changed")
+    assert [line.strip() for line in said.splitlines() if line] == [
+        'new: not required -> <3 ; python_version < "3.13"',
+        "old: any -> not required",
+        "torch: ==2.13.0 -> ==2.14.1",
+    ]
+
+
 def told(lines: list[str], name: str) -> list[str]:
     """Return the lines under the first one of a name that ends so."""
     begin = next(number for number, line in enumerate(lines) if f"{name}: not there" in line)
@@ -486,8 +507,6 @@ def told(lines: list[str], name: str) -> list[str]:
 def test_a_wheel_that_lacks_everything_is_told_so(
     run_report: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import zipfile
-
     for version in (NEWEST, NEXT):
         with zipfile.ZipFile(tmp_path / f"sglang-{version}-py3-none-any.whl", "w") as wheel:
             wheel.writestr("sglang/__init__.py", "")
