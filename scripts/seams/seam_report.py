@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{since} -> {args.version}: {len(differences)} changed")
                 _print(differences)
                 lines = list(_changed_requirements(_wheel(since, directory), wheel))
-                print(f"{since} -> {args.version}: {len(lines)} requirements changed")
+                print(f"{since} -> {args.version}, requirements: {len(lines)} changed")
                 print(*(f"  {line}\n" for line in lines), sep="", end="")
         except (OSError, zipfile.BadZipFile) as error:
             print(f"error: {error}", file=sys.stderr)

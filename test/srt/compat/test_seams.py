@@ -490,7 +490,7 @@ def test_requirements_that_changed_are_told(
             text = "".join(f"Requires-Dist: {line}\n" for line in lines)
             wheel.writestr(f"sglang-{version}.dist-info/METADATA", f"Name: sglang\n{text}\nText.")
     run_report(NEXT)
-    _, _, said = capsys.readouterr().out.partition(f"{NEWEST} -> {NEXT}: 3 requirements changed")
+    _, _, said = capsys.readouterr().out.partition(f"{NEWEST} -> {NEXT}, requirements: 3 changed")
     assert [line.strip() for line in said.splitlines() if line] == [
         'new: not required -> <3 ; python_version < "3.13"',
         "old: any -> not required",

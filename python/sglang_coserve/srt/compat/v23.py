@@ -1,4 +1,4 @@
-"""SGLang 0.5.23: the functions that ``v17`` has for 0.5.17, under the same names."""
+"""SGLang 0.5.23 and later: the functions that ``v17`` has for older versions."""
 
 from __future__ import annotations
 
