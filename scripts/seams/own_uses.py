@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 _OWN: Final = "sglang_coserve."
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FEW_LEVELS: Final = 8
 """Own classes between a class and SGLang's, or names handed on; more is a circle."""
@@ -56,7 +57,7 @@ class OwnFile:
 
     path: Path
     root: Path
-    """The folder that holds ``sglang_coserve``."""
+    """The folder from which modules are named; in the checkout's first level."""
 
     imports: dict[str, str] = field(default_factory=dict)
     """Dotted, by the name in this file."""
@@ -78,8 +79,8 @@ class OwnFile:
         return ".".join(self.path.relative_to(self.root).with_suffix("").parts)
 
     def at(self, node: ast.AST) -> str:
-        """Return the place of a node, for messages."""
-        return f"{self.path.relative_to(self.root)}:{getattr(node, 'lineno', 0)}"
+        """Return the place of a node: the path in the checkout, and the line."""
+        return f"{self.path.relative_to(self.root.parent)}:{getattr(node, 'lineno', 0)}"
 
 
 class OwnUses:
@@ -88,15 +89,38 @@ class OwnUses:
     def __init__(self, paths: Iterable[Path], root: Path) -> None:
         self._files = {file.module: file for file in (OwnFile(path, root) for path in paths)}
 
-    def overridden(self) -> Iterator[Use]:
-        """Yield the members of SGLang's classes that our subclasses define, or that are assigned
-        to the classes."""
-        for file, node in self._nodes():
+    def places(self, name: str, *, is_ours: bool = False) -> list[str]:
+        """Return where a name of SGLang, dotted, is used.
+
+        Args:
+            name: The name.
+            is_ours: Whether a function or value of ours takes the place of SGLang's. If so, these
+                are the places of ours; else of all that has the last part of the name, be it an
+                attribute of another object.
+        """
+        owner, _, last = name.rpartition(".")
+        if last == "__init__":  # All classes have one; a class is called by its name.
+            return self.places(owner)
+        if is_ours:
+            return self._own.get(name) or self._assigned.get(last, [])
+        ends = (place for end, place in self._ends if last.endswith(end))
+        places = [*self._imported.get(name, ()), *self._mentioned.get(last, ()), *ends]
+        return list(dict.fromkeys(places))
+
+    def methods(self) -> Iterator[tuple[Use, Function]]:
+        """Yield the members of SGLang's classes that our subclasses define, with our functions."""
+        for file, node in self.nodes():
             if isinstance(node, ast.ClassDef):
                 for base in self._bases(file, node):
                     for member in node.body:
                         if isinstance(member, _FUNCTIONS) and member.name != "__init__":
-                            yield Use(f"{base}.{member.name}", file.at(member))
+                            yield Use(f"{base}.{member.name}", file.at(member)), member
+
+    def overridden(self) -> Iterator[Use]:
+        """Yield the members of SGLang's classes that our subclasses define, or that are assigned
+        to the classes."""
+        yield from (use for use, _ in self.methods())
+        for file, node in self.nodes():
             for target in _assigned(node):
                 owner = isinstance(target.value, ast.Name) and file.imports.get(target.value.id)
                 if owner and owner.startswith("sglang."):
@@ -104,7 +128,7 @@ class OwnUses:
 
     def replaced(self) -> Iterator[Use]:
         """Yield the names of SGLang's modules that get another value."""
-        for file, node in self._nodes():
+        for file, node in self.nodes():
             if isinstance(node, ast.Call) and node.args and _called(node) == "replace":
                 for name in _texts(file, node.args[0]):
                     if name.startswith("sglang."):
@@ -112,7 +136,7 @@ class OwnUses:
 
     def assigned(self) -> Iterator[Use]:
         """Yield the attributes, by their last names, that are assigned to objects of others."""
-        for file, node in self._nodes():
+        for file, node in self.nodes():
             for target in _assigned(node):
                 if not _is_own(target.value):
                     yield Use(target.attr, file.at(target))
@@ -135,7 +159,7 @@ class OwnUses:
 
         Of ``self`` in a subclass of SGLang's, a name that the class does not define is SGLang's.
         """
-        for file, node in self._nodes():
+        for file, node in self.nodes():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang."):
                 for alias in filter(lambda alias: _is_private(alias.name), node.names):
                     yield Use(f"{node.module}.{alias.name}", file.at(node))
@@ -152,14 +176,38 @@ class OwnUses:
                     if _is_private(each.attr) and each.attr not in own:
                         yield Use(each.attr, file.at(each))
 
+    def public(self, owners: Mapping[str, str]) -> Iterator[Use]:
+        """Yield the public attributes of SGLang's objects, as far as their classes are known.
+
+        They are known of ``self`` in our subclasses, and of objects whose name is one of
+        ``owners``: the dotted classes by names of ours, such as ``req`` or ``self._scheduler``.
+        """
+        for file, node in self.nodes():
+            if isinstance(node, ast.Attribute) and not node.attr.startswith("_"):
+                owner = owners.get(ast.unparse(node.value).removeprefix("self."))
+                if owner is not None:
+                    yield Use(f"{owner}.{node.attr}", file.at(node))
+            elif isinstance(node, ast.ClassDef):
+                within = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+                own = [each for each in within if _is_own(each.value) and each.attr[0] != "_"]
+                for base in self._bases(file, node):
+                    yield from (Use(f"{base}.{each.attr}", file.at(each)) for each in own)
+
+    def imported(self) -> Iterator[Use]:
+        """Yield what is imported from SGLang."""
+        for file, node in self.nodes():
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("sglang."):
+                for alias in node.names:
+                    yield Use(f"{node.module}.{alias.name}", file.at(node))
+
     def mentions(self, name: str) -> bool:
         """Return whether a name occurs, be it as a text or as the end of one that is made."""
-        return name in self._words or name.endswith(self._ends)
+        return name in self._words or any(name.endswith(end) for end, _ in self._ends)
 
     @cached_property
     def _words(self) -> frozenset[str]:
         found: set[str] = set()
-        for _, node in self._nodes():
+        for _, node in self.nodes():
             if isinstance(node, ast.Attribute):
                 found.add(node.attr)
             elif isinstance(node, ast.alias | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -171,12 +219,52 @@ class OwnUses:
         return frozenset(found)
 
     @cached_property
-    def _ends(self) -> tuple[str, ...]:
-        made = (node.values[-1] for _, node in self._nodes() if isinstance(node, ast.JoinedStr))
-        ends = (str(end.value) for end in made if isinstance(end, ast.Constant))
-        return tuple(end for end in ends if re.fullmatch(r"_\w+", end))
+    def _ends(self) -> list[tuple[str, str]]:
+        """The ends of texts that are made, each with its place."""
+        found = []
+        for file, node in self.nodes():
+            end = node.values[-1] if isinstance(node, ast.JoinedStr) and node.values else None
+            if isinstance(end, ast.Constant) and re.fullmatch(r"_\w+", str(end.value)):
+                found.append((str(end.value), file.at(end)))
+        return found
 
-    def _nodes(self) -> Iterator[tuple[OwnFile, ast.AST]]:
+    @cached_property
+    def _own(self) -> dict[str, list[str]]:
+        """Places by dotted names: of our methods, and of values for names of modules."""
+        return _by_name((use.name, use.where) for use in (*self.overridden(), *self.replaced()))
+
+    @cached_property
+    def _assigned(self) -> dict[str, list[str]]:
+        """Places by last names: of assignments to attributes of others."""
+        return _by_name((use.last, use.where) for use in (*self.assigned(), *self.set_by_name()))
+
+    @cached_property
+    def _imported(self) -> dict[str, list[str]]:
+        return _by_name((use.name, use.where) for use in self.imported())
+
+    @cached_property
+    def _mentioned(self) -> dict[str, list[str]]:
+        """Places by names: of attributes, keywords, and texts that are a name."""
+        return _by_name(self._mentions())
+
+    def _mentions(self) -> Iterator[tuple[str, str]]:
+        for file in self._files.values():
+            classes = (node for node in file.nodes if isinstance(node, ast.ClassDef))
+            of_sglang = (node for node in classes if any(self._bases(file, node)))
+            inside = {id(each) for node in of_sglang for each in ast.walk(node)}
+            for node in file.nodes:
+                if isinstance(node, ast.Attribute):
+                    # An attribute of ``self`` is SGLang's only in a subclass of SGLang's.
+                    is_ours = _is_own(node.value) and id(node) not in inside
+                    if not is_ours and ast.unparse(node.value) != "compat":
+                        yield node.attr, file.at(node)
+                elif isinstance(node, ast.keyword):
+                    yield node.arg or "", file.at(node)
+                elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+", str(node.value)):
+                    yield str(node.value).rpartition(".")[2], file.at(node)
+
+    def nodes(self) -> Iterator[tuple[OwnFile, ast.AST]]:
+        """Yield the syntax of all files."""
         for file in self._files.values():
             for node in file.nodes:
                 yield file, node
@@ -206,6 +294,13 @@ class OwnUses:
             elif (value := _value_of(node, name)) is not None and isinstance(value, ast.Call):
                 for made_from in value.args:
                     yield from self._classes(file, ast.unparse(made_from), depth + 1)
+
+
+def _by_name(found: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    places: dict[str, list[str]] = {}
+    for name, place in found:
+        places.setdefault(name, []).append(place)
+    return places
 
 
 def _assigned(node: ast.AST) -> Iterator[ast.Attribute]:

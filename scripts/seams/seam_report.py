@@ -7,28 +7,34 @@ import ast
 import subprocess
 import sys
 import tempfile
+import textwrap
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from seam_check import imported_names, problems
+from packaging.requirements import Requirement
+
+from seam_check import Finding, imports_for, places_of, problems
 from seams import seams_of
-from sglang_coserve.srt.compat.versions import NEWEST, supported_text, version_key
+from sglang_coserve.srt.compat.versions import SUPPORTED, supported_text, version_key
 from source_tree import Definition, SourceTree
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report; return 1 if something is missing, 2 if a wheel could not be had."""
+    """Print the report; return 1 if something is to be mended, 2 if a wheel could not be had."""
     parser = argparse.ArgumentParser(
         prog="scripts/sglang-seams",
         description="Check a version of SGLang against what co-serving relies on in it. Its wheel "
-        "is downloaded and read, not installed.",
+        "is downloaded and read, not installed. Exit status 1: a name is missing, or its "
+        "parameters do not fit ours.",
     )
-    parser.add_argument("version", type=_version, help="for example 0.5.24")
+    parser.add_argument("version", metavar="VERSION", type=_version, help="for example 0.5.24")
     parser.add_argument(
-        "--since", type=_version, default=NEWEST, help=f"compare with this one (default {NEWEST})"
+        "--since",
+        type=_version,
+        help="compare with this one (default: the newest supported one before VERSION)",
     )
     parser.add_argument(
         "--wheels", type=Path, help="keep wheels in this directory, and take them from it"
@@ -37,33 +43,57 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.wheels or Path(temporary)
         try:
-            tree = _sources(_wheel(args.version, directory))
-            lines = problems(tree, args.version)
-            print(f"SGLang {args.version}: {_count(args.version)} checked, {len(lines)} missing")
-            print(*(f"  {line}\n" for line in lines), sep="", end="")
-            if args.since != args.version:
-                before = _sources(_wheel(args.since, directory))
-                differences = changes(before, tree, args.since, args.version)
-                print(f"{args.since} -> {args.version}: {len(differences)} changed")
-                print(*(f"  {line}\n" for line in differences), sep="", end="")
+            wheel = _wheel(args.version, directory)
+            tree = _sources(wheel)
+            found = problems(tree, args.version)
+            print(f"SGLang {args.version}: {_count(args.version)} checked, {len(found)} to mend")
+            _print(found)
+            since = args.since or _supported_before(args.version)
+            if since != args.version:
+                before = _sources(_wheel(since, directory))
+                differences = changes(before, tree, since, args.version)
+                print(f"{since} -> {args.version}: {len(differences)} changed")
+                _print(differences)
+                lines = list(_changed_requirements(_wheel(since, directory), wheel))
+                print(f"{since} -> {args.version}, requirements: {len(lines)} changed")
+                print(*(f"  {line}\n" for line in lines), sep="", end="")
         except (OSError, zipfile.BadZipFile) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-    return 1 if lines else 0
+    return 1 if found else 0
 
 
-def changes(old: SourceTree, new: SourceTree, old_version: str, new_version: str) -> list[str]:
-    """Return what differs between two versions in what is relied on in either; one line each."""
-    names: dict[str, None] = {}
-    for version in (old_version, new_version):
-        names.update(dict.fromkeys(name for name, _ in imported_names(version)))
-        names.update(dict.fromkeys(seam.name for seam in seams_of(version)))
-    lines = []
-    for name in sorted(names):
-        line = _change(old.find(name), new.find(name))
-        if line is not None:
-            lines.append(f"{name}: {line}")
-    return lines
+def _print(findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        print(textwrap.indent(str(finding), "  "))
+
+
+def _supported_before(version: str) -> str:
+    """Return the newest supported version before ``version``; the oldest one if there is none."""
+    older = [each for each in SUPPORTED if version_key(each) < version_key(version)]
+    return older[-1] if older else SUPPORTED[0]
+
+
+def changes(old: SourceTree, new: SourceTree, old_version: str, new_version: str) -> list[Finding]:
+    """Return what differs between two versions in what is relied on in either."""
+    # Our places for the new version are what has to be read.
+    places = _relied_on(old_version) | _relied_on(new_version)
+    found = []
+    for name, where in sorted(places.items()):
+        says = _change(old.find(name), new.find(name))
+        if says is not None:
+            found.append(Finding(name, says, tuple(dict.fromkeys(where))))
+    return found
+
+
+def _relied_on(version: str) -> dict[str, list[str]]:
+    """Return the names that are relied on in a version, each with our uses."""
+    places: dict[str, list[str]] = {}
+    for use in imports_for(version):
+        places.setdefault(use.name, []).append(use.where)
+    for seam in seams_of(version):
+        places.setdefault(seam.name, []).extend(places_of(seam, version))
+    return places
 
 
 def _change(old: Definition | None, new: Definition | None) -> str | None:
@@ -90,6 +120,29 @@ def _body(node: _Function) -> str:
     """Return a function's statements in one form, without its docstring."""
     begin = 1 if ast.get_docstring(node) is not None else 0
     return "\n".join(map(ast.unparse, node.body[begin:]))
+
+
+def _changed_requirements(old: Path, new: Path) -> Iterator[str]:
+    """Yield which packages two wheels require in other versions, extras left out."""
+    before, after = _requirements(old), _requirements(new)
+    for name in sorted(before.keys() | after.keys()):
+        was, now = before.get(name, "not required"), after.get(name, "not required")
+        if was != now:
+            yield f"{name}: {was or 'any'} -> {now or 'any'}"
+
+
+def _requirements(wheel: Path) -> dict[str, str]:
+    """Return the versions of each package that a wheel requires."""
+    found: dict[str, list[str]] = {}
+    with zipfile.ZipFile(wheel) as archive:
+        for path in (name for name in archive.namelist() if name.endswith(".dist-info/METADATA")):
+            for line in archive.read(path).decode().splitlines():
+                if line.startswith("Requires-Dist: ") and "extra ==" not in line:
+                    requirement = Requirement(line.removeprefix("Requires-Dist: "))
+                    condition = f" ; {requirement.marker}" if requirement.marker else ""
+                    versions = f"{requirement.specifier}{condition}"
+                    found.setdefault(requirement.name, []).append(versions)
+    return {name: ", ".join(sorted(versions)) for name, versions in found.items()}
 
 
 def _sources(wheel: Path) -> SourceTree:
@@ -125,7 +178,7 @@ def _wheel(version: str, directory: Path) -> Path:
 
 
 def _count(version: str) -> str:
-    imports = {name for name, _ in imported_names(version)}
+    imports = {use.name for use in imports_for(version)}
     return f"{len(imports)} imports and {len(seams_of(version))} names"
 
 

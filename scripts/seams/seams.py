@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.srt.compat.requests import STATEFUL_FIELDS, STATEFUL_PARAMS
-from sglang_coserve.srt.compat.versions import SUPPORTED, uses_v23, version_key
+from sglang_coserve.srt.compat.versions import NEWEST, SUPPORTED, version_key
 
 _OLDEST: Final = SUPPORTED[0]
 
@@ -60,21 +60,35 @@ class Seam:
     reason: Reason
 
     parameters: tuple[str, ...] | None = None
-    """The first parameters of a function, ``self`` left out; it needs no others. Not checked
-    when None."""
+    """The parameters of a function, ``self`` left out: all of them where our function takes the
+    place of SGLang's, else the first ones, and the others are optional. Not checked when None."""
+
+    passes_rest: bool = False
+    """Whether our function passes further parameters on to SGLang's."""
 
     first: str = _OLDEST
-    """The first version that has it."""
+    """The first supported version with which the name is used."""
 
-    is_only_in_v17: bool = False
-    """Whether ``v23`` does without it."""
+    last: str | None = None
+    """The last supported version with which the name is used; None for the newest one."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether SGLang calls our function in place of its own."""
+        return self.use in (NameUse.OVERRIDDEN, NameUse.REPLACED)
 
     def is_in(self, version: str) -> bool:
-        """Return whether it is relied on in ``version``, also in one that is not supported: by
-        what ``by_version`` would choose for it."""
-        if not uses_v23(version):
-            return self.first == _OLDEST
-        return not self.is_only_in_v17 and version_key(self.first) <= version_key(version)
+        """Return whether the name is relied on in ``version``.
+
+        Before the oldest supported version, and between two of them, our code does what it does
+        for the nearest supported version (of two, the older one).
+        """
+        number = version_key(version)
+        if number <= version_key(NEWEST):
+            older = [key for key in map(version_key, SUPPORTED) if key <= number]
+            number = max(older, default=version_key(_OLDEST))
+        is_gone = self.last is not None and version_key(self.last) < number
+        return version_key(self.first) <= number and not is_gone
 
 
 def seams_of(version: str) -> list[Seam]:
@@ -84,7 +98,9 @@ def seams_of(version: str) -> list[Seam]:
 
 _TEXT: Final = r"(.+(?:\n  \S.*)*)\n"
 _SECTION: Final = re.compile(rf"== (.+)\nwhy: {_TEXT}goes when: {_TEXT}")
-_GROUP: Final = re.compile(r"(\w+) ([\w.]+)(?: since (\S+)| only (0\.5\.17))?")
+_VERSION: Final = r"(\d+\.\d+\.\d+)"
+_GROUP: Final = re.compile(rf"(\w+) ([\w.]+)(?: since {_VERSION})?(?: until {_VERSION})?")
+_REST: Final = "..."
 _MEMBER: Final = re.compile(r"(\w+)(?:\(([^)]*)\))?")
 
 
@@ -99,7 +115,8 @@ def listed_in(text: str) -> Iterator[Seam]:
         if head is None:
             raise ValueError(f"no why, or no goes when: {section.splitlines()[0]}")
         reason = Reason(*(" ".join(part.split()) for part in head.groups()))
-        yield from _of_section(reason, section[head.end() :].splitlines())
+        lines = section[head.end() :].replace("\n" + " " * 8, " ")
+        yield from _of_section(reason, lines.splitlines())
 
 
 def _of_section(reason: Reason, lines: Iterable[str]) -> Iterator[Seam]:
@@ -107,14 +124,25 @@ def _of_section(reason: Reason, lines: Iterable[str]) -> Iterator[Seam]:
     for line in filter(None, lines):
         if not line.startswith("    "):
             group = _GROUP.fullmatch(line)
+            if group is None:
+                raise ValueError(f"{reason.title}: no use, owner and versions: {line}")
             continue
         if group is None:
             raise ValueError(f"{reason.title}: no use and owner above {line.strip()}")
-        use, owner, since, only = group.groups()
+        use, owner, since, until = group.groups()
+        if since and until and version_key(since) > version_key(until):
+            raise ValueError(f"{reason.title}: in no version: {group[0]}")
         for member in _MEMBER.finditer(line):
-            parameters = None if member[2] is None else tuple(member[2].split())
-            name = f"sglang.{owner}.{member[1]}"
-            yield Seam(name, NameUse(use), reason, parameters, since or _OLDEST, only is not None)
+            name, words = f"sglang.{owner}.{member[1]}", (member[2] or "").split()
+            passes_rest = words[-1:] == [_REST]
+            parameters = None if member[2] is None else tuple(words[: -1 if passes_rest else None])
+            seam = Seam(
+                *(name, NameUse(use), reason, parameters, passes_rest),
+                *(since or _OLDEST, until),
+            )
+            if passes_rest and not seam.is_ours:
+                raise ValueError(f"{reason.title}: {_REST} is for functions of ours: {member[0]}")
+            yield seam
 
 
 _CONTINUED: Final = Reason(

@@ -15,7 +15,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from torch.utils.flop_counter import FlopCounterMode
 
-from sglang_coserve.srt.cpu.attention import NewTokensAttention
+from sglang_coserve.srt.cpu.attention import NewTokensAttention, _gated_rms_norm
 
 PAGE_TOKENS = 4
 KV_TOKENS = 8192
@@ -185,3 +185,16 @@ def test_other_attention_is_sglangs(options: dict[str, Any]) -> None:
 def test_a_window_leaves_out_the_keys_before_it() -> None:
     case = Case([(40, 600)], sliding_window_size=9)
     assert computed_pairs(case, NewTokensAttention) == 40 * (40 + 9)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "swish"])
+def test_a_gate_that_is_a_part_of_a_projection_gates_the_same(activation: str) -> None:
+    rows, heads, channels = 3, 2, 8
+    projected = torch.randn(rows, heads * channels + 5)
+    gate = projected[:, 5:].view(rows, heads, channels)
+    x, weight = torch.randn(rows * heads, channels), torch.randn(channels)
+    options: dict[str, Any] = {"x": x, "weight": weight, "activation": activation, "eps": 1e-6}
+    strides = (heads, gate.stride(-3), gate.stride(-2))
+    output, *_ = _gated_rms_norm(g=gate, g_strided=strides, **options)
+    expected, *_ = _gated_rms_norm(g=gate.reshape(-1, channels).contiguous(), **options)
+    torch.testing.assert_close(output, expected)

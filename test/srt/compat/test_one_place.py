@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -12,7 +13,8 @@ import pytest
 
 import sglang_coserve
 from seam_check import own_files
-from seams import SEAMS, NameUse, Seam
+from seams import SEAMS, seams_of
+from sglang_coserve.srt.compat.versions import SUPPORTED
 
 LIBRARY = Path(sglang_coserve.__file__).parent
 PLACES: Final = ("srt/compat/", "guard/compat.py")
@@ -56,20 +58,24 @@ def inside(path: Path) -> str:
     return path.relative_to(LIBRARY).as_posix()
 
 
-def is_of_some_versions(seam: Seam) -> bool:
-    return seam.is_only_in_v17 or seam.first != "0.5.17"
+def missing_somewhere() -> set[str]:
+    """Return the dotted names of the register that a supported version lacks."""
+    having = Counter(
+        name for version in SUPPORTED for name in {seam.name for seam in seams_of(version)}
+    )
+    return {name for name, count in having.items() if count < len(SUPPORTED)}
 
 
 def names_of_some_versions() -> set[str]:
     """Return the names of methods, of private members and of what is replaced that the register
     has for some versions only. A public name that is read or called may be another owner's, too."""
-    known = (NameUse.OVERRIDDEN, NameUse.REPLACED)
+    missing = missing_somewhere()
     named = [(seam.name.rpartition(".")[2], seam) for seam in SEAMS]
-    chosen = [(name, seam) for name, seam in named if seam.use in known or name.startswith("_")]
-    found = {name for name, seam in chosen if is_of_some_versions(seam)}
+    chosen = [(name, seam) for name, seam in named if seam.is_ours or name.startswith("_")]
+    found = {name for name, seam in chosen if seam.name in missing}
     return {
         name
-        for name in found - {name for name, seam in named if not is_of_some_versions(seam)}
+        for name in found - {name for name, seam in named if seam.name not in missing}
         if not name.startswith("__")
     }
 
@@ -115,7 +121,9 @@ def test_no_version_of_sglang_is_named_elsewhere() -> None:
 
 
 def test_versions_are_compared_nowhere_else() -> None:
-    names = {"packaging", "packaging.version", "uses_v23", "v17", "v23", "version_key"}
+    modules = {path.stem for path in (LIBRARY / "srt/compat").glob("v[0-9]*.py")}
+    assert {"v17", "v23"} <= modules
+    names = {"packaging", "packaging.version", "module_for", "version_key", *modules}
     found = []
     for name, tree in parsed(elsewhere()):
         for node in ast.walk(tree):
@@ -146,7 +154,7 @@ def test_a_missing_attribute_is_no_difference_between_versions() -> None:
     ]
     assert [where for name, where in asked if name not in OF_SOME_KINDS] == []
     assert OF_SOME_KINDS - {name for name, _ in asked} == set(), "no file asks for these any more"
-    some_versions = {seam.name.rpartition(".")[2] for seam in SEAMS if is_of_some_versions(seam)}
+    some_versions = {name.rpartition(".")[2] for name in missing_somewhere()}
     assert OF_SOME_KINDS & some_versions == set()
 
 

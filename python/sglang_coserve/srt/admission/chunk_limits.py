@@ -49,7 +49,7 @@ class _LimitedAdder(PrefillAdder):
         self._num_decodes = len(self.running_batch.reqs) if is_mixed else 0
         if self.is_hybrid_swa and is_mixed:
             requests = filter(compat.holds_kv, self.running_batch.reqs)
-            opened = sum(req.kv.kv_allocated_len % self.page_size == 0 for req in requests)
+            opened = sum(compat.allocated_tokens(req) % self.page_size == 0 for req in requests)
             compat.reserve_window_slots(self, opened * self.page_size)
 
     def add_chunked_req(self, req: Req) -> Req | None:

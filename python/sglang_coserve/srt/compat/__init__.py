@@ -1,12 +1,13 @@
 """What depends on the version of SGLang: differences, replacements, the check at start-up.
 
-- ``versions``: the supported ones; its ``check_version``, at start-up, refuses others.
-- ``by_version`` chooses between ``v17`` and ``v23``.
-- ``replacements``, ``requests``, ``settings``: what the rest of ``srt`` calls.
+- ``versions``: the supported versions. At start-up its ``check_version`` refuses all others.
+- ``v17``, ``v23``: functions that differ between versions; ``by_version`` chooses one of the two.
+- ``requests``, ``settings``: functions that are the same for all versions.
 
-The register ``scripts/seams/seams.txt`` lists every name of SGLang that is overridden, replaced or
-private, with its reason, and is looked up in any version's sources: see docs/upgrading.md.
-Attributes that only instances have (``waiting_queue``, …) are used where they are needed.
+The register ``scripts/seams/seams.txt`` lists the names of SGLang that co-serving uses beyond its
+public classes, each with a reason. ``scripts/sglang-seams VERSION`` looks them up in the sources of
+a version (docs/upgrading.md). An attribute that all versions have (``waiting_queue``, …) is used
+where it is needed; an attribute that some versions lack is used in this package alone.
 """
 
 from __future__ import annotations

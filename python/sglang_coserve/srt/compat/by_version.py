@@ -1,10 +1,10 @@
-"""The functions of ``v17`` or of ``v23``, by the installed SGLang. No other module asks for it."""
+"""The functions of ``v17`` or ``v23``: only this module asks which of the two to import."""
 
 from __future__ import annotations
 
-from sglang_coserve.srt.compat.versions import NEWEST, installed_version, uses_v23
+from sglang_coserve.srt.compat.versions import NEWEST, installed_version, module_for
 
-if uses_v23(installed_version() or NEWEST):
-    from sglang_coserve.srt.compat.v23 import *  # noqa: F403
-else:
+if module_for(installed_version() or NEWEST) == "v17":
     from sglang_coserve.srt.compat.v17 import *  # noqa: F403
+else:
+    from sglang_coserve.srt.compat.v23 import *  # noqa: F403

@@ -55,6 +55,20 @@ def release_for_requeue(req: Any, tree_cache: Any, *, keeps: bool = True) -> Non
     req.reset_for_retract()
 
 
+def allocated_tokens(req: Any) -> int:
+    """Return how many tokens of a request have slots; the last page may have free ones, too."""
+    return int(req.kv.kv_allocated_len)
+
+
+def may_be_full(running_batch: Any) -> bool:
+    """Return whether SGLang may have found no room for one more request.
+
+    SGLang marks a running batch as full when a request does not fit. An empty batch is not marked
+    since 0.5.22, and not marked by older versions with a hierarchical cache.
+    """
+    return bool(running_batch.batch_is_full or running_batch.is_empty())
+
+
 def drop_ended(running_batch: Any) -> None:
     """Drop the requests that have ended from SGLang's running batch.
 

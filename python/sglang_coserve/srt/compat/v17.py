@@ -1,4 +1,7 @@
-"""SGLang 0.5.17: what ``v23`` says of each function, where nothing else is said here."""
+"""SGLang before 0.5.23: the functions of ``v23``, where each is described.
+
+A docstring here says only what is different in these versions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23: the functions that ``v17`` has for 0.5.17, under the same names."""
+"""SGLang 0.5.23 and later: the functions that ``v17`` has for older versions."""
 
 from __future__ import annotations
 
@@ -511,11 +511,13 @@ def hooked_tokenizer_manager(kind: type[TokenizerManager]) -> type:
     """
 
     class HookedTokenizerManager(kind):
-        async def begin_weight_update(self, obj: Any, *args: Any) -> Any:
-            return await self.begin_session(partial(super().begin_weight_update, obj, *args))
+        async def begin_weight_update(self, obj: Any, *args: Any, **options: Any) -> Any:
+            begin = partial(super().begin_weight_update, obj, *args, **options)
+            return await self.begin_session(begin)
 
-        async def end_weight_update(self, obj: Any, *args: Any) -> Any:
-            return await self.end_session(partial(super().end_weight_update, obj, *args))
+        async def end_weight_update(self, obj: Any, *args: Any, **options: Any) -> Any:
+            end = partial(super().end_weight_update, obj, *args, **options)
+            return await self.end_session(end)
 
         def set_server_stop_hook(self, hook: Callable[[], None]) -> None:
             def stop() -> None:

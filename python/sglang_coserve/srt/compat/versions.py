@@ -37,14 +37,16 @@ def installed_version() -> str | None:
         return None
 
 
-def uses_v23(version: str) -> bool:
-    """Return whether ``v23`` is for ``version``, supported or not, instead of ``v17``."""
-    return version_key(version) >= version_key("0.5.23")
+def module_for(version: str) -> str:
+    """Return the name of the module that ``by_version`` takes for ``version``: ``v17`` before
+    0.5.23, ``v23`` from 0.5.23 on. ``version`` need not be a supported one."""
+    return "v17" if version_key(version) < version_key("0.5.23") else "v23"
 
 
 def supported_text() -> str:
     """Return the supported versions as a list in words."""
-    return f"{', '.join(SUPPORTED[:-1])} and {NEWEST}"
+    older = ", ".join(SUPPORTED[:-1])
+    return f"{older} and {NEWEST}" if older else NEWEST
 
 
 def start_up_line() -> str:

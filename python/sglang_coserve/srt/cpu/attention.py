@@ -251,12 +251,14 @@ def _gated_rms_norm(
     eps: float,
     **_options: Any,
 ) -> tuple[Any, None, None, Any]:
-    """Return ``x`` of shape (tokens, channels), RMS-normalized and gated.
+    """Return ``x`` of shape (rows, channels), RMS-normalized and gated.
 
-    The other elements of the result are used only in training.
+    ``g`` has as many elements, and may have more axes: SGLang hands on a part of a projection as
+    it lies in memory. The other elements of the result are used only in training.
     """
     normed = x.float() * torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + eps)
     if weight is not None:
         normed = normed * weight.float()
-    gate = g.float().sigmoid() if activation == "sigmoid" else silu(g.float())
+    g = g.reshape(x.shape).float()
+    gate = g.sigmoid() if activation == "sigmoid" else silu(g)
     return (normed * gate).to(x.dtype), None, None, x

@@ -77,9 +77,9 @@ class CoserveScheduler(_Hooked):
         super().init_request_dispatcher()
         self._request_dispatcher += TypeBasedDispatcher([(RankTime, self._rank_clock.take)])
 
-    def init_metrics_reporter(self, *args: Any) -> None:
+    def init_metrics_reporter(self, *args: Any, **options: Any) -> None:
         """Let SGLang's metrics, too, say what online requests find."""
-        super().init_metrics_reporter(*args)
+        super().init_metrics_reporter(*args, **options)
         collector = self.metrics_reporter.metrics_collector
         if collector is not None:
             log_stats = collector.log_stats
@@ -123,9 +123,10 @@ class CoserveScheduler(_Hooked):
         take_in = partial(super().handle_generate_request, **options)
         self.parts.intake.take_in(recv_req, take_in)
 
-    def handle_embedding_request(self, recv_req: Any) -> None:
+    def handle_embedding_request(self, recv_req: Any, **options: Any) -> None:
         """Accept a request for an embedding, or refuse it."""
-        self.parts.intake.take_in(recv_req, super().handle_embedding_request)
+        take_in = partial(super().handle_embedding_request, **options)
+        self.parts.intake.take_in(recv_req, take_in)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         self.parts.intake.enqueue(req, is_retracted, super()._add_request_to_queue)

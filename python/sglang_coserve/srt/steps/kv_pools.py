@@ -92,7 +92,7 @@ class KvPools:
         """
         cached_tokens = compat.cached_tokens_of(self._tree, reqs, besides)
         own_tokens = sum(
-            self._whole_pages(req.kv.kv_allocated_len) - compat.protected_tokens(req)
+            self._whole_pages(compat.allocated_tokens(req)) - compat.protected_tokens(req)
             for req in reqs
         )
         return cached_tokens + own_tokens
@@ -100,7 +100,7 @@ class KvPools:
     def held_in_window(self, reqs: Sequence[Req]) -> int:
         """Return the slots that requests hold at most of the pool of a window. O(requests)."""
         most = self.window_tokens
-        return sum(min(self._whole_pages(req.kv.kv_allocated_len), most) for req in reqs)
+        return sum(min(self._whole_pages(compat.allocated_tokens(req)), most) for req in reqs)
 
     def _whole_pages(self, tokens: int) -> int:
         page = int(self._tree.page_size)

@@ -191,7 +191,7 @@ class OfflineLane:
         before offline ones the first tokens of online prompts are sent, and the tokens of the step
         after, whose requests have waited for those prompts.
         """
-        if batch is None or not self._scheduler.result_queue:
+        if batch is None or not compat.results_in_flight(self._scheduler):
             return False
         safepoints = self.safepoints
         if stops is not None and safepoints.are_there and not safepoints.why_it_must_end(batch):

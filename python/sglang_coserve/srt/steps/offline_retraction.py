@@ -54,10 +54,8 @@ class OfflineRetraction:
         """Return whether there is no batch because an online request did not fit."""
         if plan.batch_to_run is not None or not self._queues.has_others_waiting:
             return False
-        # SGLang does not mark an empty batch as full (with a hierarchical cache, and in later
-        # versions always). But parked and paused requests hold memory, too.
-        batch = plan.running_batch
-        return bool(batch.batch_is_full or batch.is_empty())
+        # Parked and paused requests hold memory, too, so that an empty batch may have no room.
+        return compat.may_be_full(plan.running_batch)
 
     def make_room_for_decodes(self, batch: ScheduleBatch) -> None:
         """Retract offline requests before a decode step, so that SGLang need not choose victims."""

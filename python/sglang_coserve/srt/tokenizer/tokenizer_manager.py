@@ -287,29 +287,31 @@ class CoserveTokenizerManager(_Hooked):
         if (server := uvicorn_server()) is not None:
             server.config.timeout_graceful_shutdown = _LAST_ANSWERS_S
 
-    async def update_weights_from_disk(self, obj: Any, *args: Any) -> Any:
+    async def update_weights_from_disk(self, obj: Any, *args: Any, **options: Any) -> Any:
         """See ``TokenizerManager``; the model keeps the name that clients call it by."""
         name = self.served_model_name
         try:
-            return await self._update(super().update_weights_from_disk, obj, *args)
+            return await self._update(super().update_weights_from_disk, obj, *args, **options)
         finally:
             self.served_model_name = name
 
-    async def update_weights_from_distributed(self, obj: Any, *args: Any) -> Any:
+    async def update_weights_from_distributed(self, obj: Any, *args: Any, **options: Any) -> Any:
         """See ``TokenizerManager``."""
-        return await self._update(super().update_weights_from_distributed, obj, *args)
+        return await self._update(super().update_weights_from_distributed, obj, *args, **options)
 
-    async def update_weights_from_tensor(self, obj: Any, *args: Any) -> Any:
+    async def update_weights_from_tensor(self, obj: Any, *args: Any, **options: Any) -> Any:
         """See ``TokenizerManager``."""
-        return await self._update(super().update_weights_from_tensor, obj, *args)
+        return await self._update(super().update_weights_from_tensor, obj, *args, **options)
 
-    async def update_weights_from_ipc(self, obj: Any, *args: Any) -> Any:
+    async def update_weights_from_ipc(self, obj: Any, *args: Any, **options: Any) -> Any:
         """See ``TokenizerManager``."""
-        return await self._update(super().update_weights_from_ipc, obj, *args)
+        return await self._update(super().update_weights_from_ipc, obj, *args, **options)
 
-    async def _update(self, update: Callable[..., Any], obj: Any, *args: Any) -> Any:
+    async def _update(
+        self, update: Callable[..., Any], obj: Any, *args: Any, **options: Any
+    ) -> Any:
         with self.coserve_weights.updating():
-            answer = await update(obj, *args)
+            answer = await update(obj, *args, **options)
         # SGLang reports a failure, too, where it has updated weights, but not emptied the cache.
         if answer[0] and obj.flush_cache:
             self.coserve_weights.emptied_cache()
