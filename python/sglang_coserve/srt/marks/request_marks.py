@@ -237,7 +237,7 @@ def sent_s(req: Any) -> float | None:
     The clock is ``time.perf_counter`` of this process. None if unknown. Also None if the call asked
     for several choices: SGLang sends a request for the prompt before, and waits for its end.
     """
-    sent_s: float = getattr(req.time_stats, "api_server_dispatch_time", 0.0)
+    sent_s: float = req.time_stats.api_server_dispatch_time
     return sent_s if sent_s and req.sampling_params.n == 1 else None
 
 

@@ -160,6 +160,6 @@ class RequestIntake:
 
 def _reception(req: Req) -> Reception:
     queued_s = time.perf_counter()
-    received_s = getattr(req.time_stats, "scheduler_recv_time", 0.0) or queued_s
+    received_s: float = req.time_stats.scheduler_recv_time
     compiled_from_s = None if req.grammar is None else received_s
     return Reception(sent_s(req), compiled_from_s, queued_s)
