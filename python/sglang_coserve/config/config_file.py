@@ -37,10 +37,10 @@ _SWITCHES: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromke
 
 
 class Settings:
-    """What the environment, a file and the command line say to a command.
+    """Settings of a command, from the environment, a file and the command line.
 
-    The file is that of ``--config``, or of the variable COSERVE_CONFIG. It is read once, for it may
-    be a pipe.
+    ``--config`` names the file, or else the variable COSERVE_CONFIG. The file is read once, since
+    it may be a pipe.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -177,8 +177,8 @@ def _flags(action: argparse.Action, value: Any, where: str) -> list[str]:
 def _word(action: argparse.Action, value: Any) -> str | None:
     """Return a value as a word of a command line; None if the flag cannot have the value.
 
-    YAML reads ``off``, ``12:30`` and ``0123`` as no texts, so a flag whose value is a text takes a
-    text alone. It takes the switch ``off`` or ``on`` if these are among its choices.
+    YAML reads ``12:30`` and ``0123`` as numbers and ``off`` as a switch, so a flag with a text for
+    its value takes nothing but a text, or a switch that is among its choices.
     """
     is_text = action.type in (None, str)
     match value:

@@ -70,7 +70,7 @@ Owner = Annotated[str, Depends(caller_owner)]
 
 
 def set_admin_key(app: FastAPI, key: str) -> None:
-    """Let who brings ``key`` use the operator's routes; before that nobody can."""
+    """Open the operator's routes to callers with ``key``. Without a key nobody can call them."""
     assert key
     setattr(app.state, _ADMIN_KEY, key)
 

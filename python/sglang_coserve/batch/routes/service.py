@@ -42,15 +42,16 @@ def find_service(app: FastAPI) -> BatchService:
 
 
 def set_not_ready(app: FastAPI, why: str) -> None:
-    """Say why the routes of ``app`` serve nothing now; whoever asks again may have an answer."""
+    """Say why the routes of ``app`` serve nothing now. A client that asks again later may get an
+    answer."""
     setattr(app.state, _SERVICE, BatchApiNotReadyError(why))
 
 
 async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
     """Return the ``ServiceStatus`` in plain values; None while the Batch API is off.
 
-    Whoever watches the server is to see the rest of it also when the disk has failed:
-    there is only an ``error`` then.
+    If the disk has failed, there is an ``error`` alone, and the rest of the server's status is
+    still answered.
     """
     try:
         return asdict(await find_service(app).status())
@@ -63,7 +64,7 @@ async def batch_api_status(app: FastAPI) -> dict[str, Any] | None:
 
 
 async def take_over(service: BatchService, api_key: str | None) -> None:
-    """Give the one owner all that belongs to the key itself, as an owner of its own.
+    """Move what the key owns by itself to the owner that all callers share.
 
     Nothing is moved without a key.
     """
@@ -76,4 +77,4 @@ def _service(request: Request) -> BatchService:
 
 
 Service = Annotated[BatchService, Depends(_service)]
-"""What the routes serve."""
+"""The service that a route calls."""
