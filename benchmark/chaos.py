@@ -125,6 +125,7 @@ def run(options: argparse.Namespace) -> Verdict:
             # Longer than an engine is frozen or started again.
             stream_timeout_s=180.0 if options.engines else 20.0,
             asks_routes=not options.engines,
+            stacks=out / "stacks.txt" if options.stacks else None,
         )
         stop, url = work / "stop", servers.keeper.base_url
         ignored = (signal.SIGINT, signal.SIG_IGN)  # We end what we started.
@@ -276,6 +277,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--lines", type=int, default=120, help="of a batch")
     add("--unfinished", type=int, default=4, help="batches at a time")
     add("--streams", type=int, default=2, help="online streams at a time")
+    add("--stacks", action="store_true", help="stacks.txt: the server's, while a ping is late")
     add("--storms", type=int, help="senders of hostile requests; default: 2, of a fleet none")
     options = parser.parse_args(argv)
     known = injuries_of(options.engines)

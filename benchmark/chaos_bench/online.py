@@ -27,6 +27,8 @@ _PROBE_EVERY_S: Final = 0.02
 _PROBE_TIMEOUT_S: Final = 20.0
 _RETRY_S: Final = 0.1
 _PRIORITY: Final = -20
+_LATE_S: Final = 0.25
+"""Time after which a ping is worth a look at what the server does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,9 @@ class Probes:
     stream_timeout_s: float
     asks_routes: bool
     """Routes without work, and of one token, are asked all the time."""
+
+    stacks: Path | None = None
+    """Gets the stacks of the server's process while a ping is late. None to write none."""
 
 
 def probe(probes: Probes) -> list[Observation]:
@@ -80,10 +85,13 @@ async def _ask(
         pids = (int(probes.pid_file.read_text()), os.getpid())
         before = [ThreadTimes.of_process(pid) for pid in pids]
         start_s = time.monotonic()
+        watching = asyncio.create_task(_write_stacks(probes.stacks, pids[0]))
         try:
             status = (await client.get(path, timeout=_PROBE_TIMEOUT_S)).status_code
         except httpx2.HTTPError:
             status = 0
+        finally:
+            watching.cancel()
         end_s = time.monotonic()
         server, own = (
             ThreadTimes.of_process(pid) - earlier for pid, earlier in zip(pids, before, strict=True)
@@ -95,6 +103,21 @@ async def _ask(
         )
         seen.append(Observation(kind, start_s, end_s, status, detail=detail, cpu_wait_ms=wait_ms))
         await asyncio.sleep(_RETRY_S if status == 0 else _PROBE_EVERY_S)
+
+
+async def _write_stacks(path: Path | None, pid: int) -> None:
+    """Append the stacks of a process, unless this is cancelled soon."""
+    if path is None:
+        return
+    await asyncio.sleep(_LATE_S)
+    command = ("py-spy", "dump", "--nonblocking", "--pid", str(pid))
+    with path.open("ab") as file:
+        file.write(f"--- after {_LATE_S:g} s, at {time.monotonic():.3f} s\n".encode())
+        file.flush()
+        dumping = await asyncio.create_subprocess_exec(
+            *command, stdout=file, stderr=asyncio.subprocess.STDOUT
+        )
+        await dumping.wait()
 
 
 async def _streams(
