@@ -103,6 +103,7 @@ PLACES: Final[dict[str, str]] = {
     "batch/store/records.py::decode": "up to 100 faults; metadata of SHORT_BODY",
     # What operators choose.
     "json_documents.py::read_json": OPERATOR,
+    "config/config_file.py::_word": OPERATOR,
     "fleet/routed_engines.py::report": OPERATOR,
     "recording/file.py::<module>": OPERATOR,
     "recording/file.py::_setup": OPERATOR,
