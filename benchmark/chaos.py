@@ -144,8 +144,7 @@ def run(options: argparse.Namespace) -> Verdict:
             servers.restart_ended()
             for sending in senders:
                 if sending.ready():
-                    sending.get()  # Raises what ended it.
-                    raise ChaosError("a process that sends requests has ended too early")
+                    sending.get()  # Raises the error of a sender that has failed.
 
         hurt_in_rounds(
             lambda name: servers.injure(name, injuries[name]),
