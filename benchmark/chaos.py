@@ -5,12 +5,15 @@
 
 A server, or with ``--engines`` a gateway and its engines. Batches of several keys and online
 streams run all the time, with ``--pictures`` also of images; their greedy answers are known from
-the undisturbed server. Meanwhile a single server gets malformed requests and refuses requests by
-a full queue, and is killed, stopped, frozen, starved of disk, aborted or given its weights again,
-or loses what it had not synced, one after the other, and is started again. In a fleet engines and
-the gateway are killed, drained and frozen, connections are cut and adapters unloaded, while the
-rest goes on. An engine with another model is there all the time. Online requests go through
-``--router``. Writes ``results.json`` and ``table.md``; exits with 1 when a target is missed.
+the undisturbed server. Meanwhile a single server gets malformed requests, and its queue is often
+full. It is hurt in one way after the other, and started again: killed, stopped, frozen, left
+without disk, aborted, given its weights again, or robbed of the data that it had not synced.
+
+In a fleet, engines and the gateway are killed, drained and frozen, connections are cut and adapters
+unloaded, while the rest goes on. An engine with another model is there all the time. Online
+requests go through ``--router``.
+
+Writes ``results.json`` and ``table.md``; exits with 1 when a target is missed.
 Ctrl-C ends the injuries, and the figures are those until then.
 """
 
@@ -106,9 +109,13 @@ def run(options: argparse.Namespace) -> Verdict:
             )
         )
         engine_urls = [engine.base_url for engine in servers.engines]
-        adapter_share = _ADAPTER_SHARE if options.engines else 0.0
-        shares = (options.pictures, adapter_share)
-        known = known_answers(engine_urls[0], options.known, options.seed, *shares)
+        known = known_answers(
+            engine_urls[0],
+            options.known,
+            options.seed,
+            picture_share=options.pictures,
+            adapter_share=_ADAPTER_SHARE if options.engines else 0.0,
+        )
         online_url = engine_urls[0]
         if options.router:
             log = out / "router.log"
@@ -226,9 +233,7 @@ def _flags(options: argparse.Namespace, model: Path, adapter: Path | None) -> li
     name = "default" if options.engines else "small"
     queue = [] if options.engines else ["--max-queued-requests", str(options.max_queued_requests)]
     flags = ["--model-path", str(model), "--served-model-name", name, "--log-level", "warning"]
-    lora: list[str] = []
-    if adapter is not None:
-        lora = ["--enable-lora", "--lora-paths", f"{ADAPTER}={adapter}"]
+    lora = [] if adapter is None else ["--enable-lora", "--lora-paths", f"{ADAPTER}={adapter}"]
     return [*flags, *queue, *lora, *options.server_flag]
 
 

@@ -34,10 +34,11 @@ class Observation:
     """A stream ended well, but with another text than the undisturbed one."""
 
     detail: str = ""
-    """What was answered, of a failure; how the server's event loop spent the time, of a probe."""
+    """The answer, if the observation is a failure. A probe has the times of the server's event loop
+    here."""
 
     cpu_wait_ms: float = 0.0
-    """How long the event loops of server and sender waited for a CPU, of a probe."""
+    """Time for which the event loops of server and sender waited for a CPU, of a probe alone."""
 
 
 @dataclass(frozen=True, slots=True)

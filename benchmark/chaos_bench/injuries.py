@@ -180,27 +180,11 @@ def kill_gateway(servers: Servers) -> bool:
     return True
 
 
-def restart_all(servers: Servers) -> bool:
-    """Drain the engines one after the other, each once all others are up."""
-    for engine in servers.engines:
-        wait(servers.being_hurt.values())
-        servers.begin_to_hurt(engine, drain).result()
-    return True
-
-
 def freeze_all(servers: Servers) -> bool:
     """Stop all engines for a while, but for one that a router needs. The canary, which has another
     model, goes on answering the gateway."""
     wait(servers.being_hurt.values())
     wait([servers.begin_to_hurt(each, freeze) for each in servers.engines[servers.spared :]])
-    return True
-
-
-def reload_adapters(servers: Servers) -> bool:
-    """Unload the adapter from one engine after the other, and load it again."""
-    for engine in servers.engines:
-        wait(servers.being_hurt.values())
-        servers.begin_to_hurt(engine, reload_adapter).result()
     return True
 
 
@@ -213,6 +197,18 @@ def reload_adapter(servers: Servers, server: LocalServer) -> None:
 
 def _of_one(hurt: Hurt) -> Injury:
     return lambda servers: servers.hurt_one(hurt)
+
+
+def _of_each(hurt: Hurt) -> Injury:
+    """Return the injury of all engines, one after the other, each once all others are up."""
+
+    def injure(servers: Servers) -> bool:
+        for engine in servers.engines:
+            wait(servers.being_hurt.values())
+            servers.begin_to_hurt(engine, hurt).result()
+        return True
+
+    return injure
 
 
 OF_A_SERVER: Final[Mapping[str, Injury]] = {
@@ -236,9 +232,9 @@ OF_A_FLEET: Final[Mapping[str, Injury]] = {
     "SIGSTOP of an engine": _of_one(freeze),
     "SIGSTOP of a scheduler": _of_one(freeze_scheduler),
     "connections cut every 3 s": cut_connections,
-    "rolling restart": restart_all,
+    "rolling restart": _of_each(drain),
     "SIGSTOP of all engines beside a canary": freeze_all,
-    "an adapter unloaded and loaded again": reload_adapters,
+    "an adapter unloaded and loaded again": _of_each(reload_adapter),
 }
 
 

@@ -10,8 +10,8 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -54,7 +54,7 @@ class Probes:
 
 
 def probe(probes: Probes) -> list[Observation]:
-    """Send, and return what was seen, of every request.
+    """Send requests until the end; return an observation of each.
 
     The process goes before all others where it may, as a client has a machine of its own.
     """
@@ -85,13 +85,12 @@ async def _ask(
         pids = (int(probes.pid_file.read_text()), os.getpid())
         before = [ThreadTimes.of_process(pid) for pid in pids]
         start_s = time.monotonic()
-        watching = asyncio.create_task(_write_stacks(probes.stacks, pids[0]))
-        try:
-            status = (await client.get(path, timeout=_PROBE_TIMEOUT_S)).status_code
-        except httpx2.HTTPError:
-            status = 0
-        finally:
-            watching.cancel()
+        stacks = probes.stacks if kind == "ping" else None
+        async with _stacks_if_late(stacks, pids[0]):
+            try:
+                status = (await client.get(path, timeout=_PROBE_TIMEOUT_S)).status_code
+            except httpx2.HTTPError:
+                status = 0
         end_s = time.monotonic()
         server, own = (
             ThreadTimes.of_process(pid) - earlier for pid, earlier in zip(pids, before, strict=True)
@@ -105,10 +104,20 @@ async def _ask(
         await asyncio.sleep(_RETRY_S if status == 0 else _PROBE_EVERY_S)
 
 
-async def _write_stacks(path: Path | None, pid: int) -> None:
-    """Append the stacks of a process, unless this is cancelled soon."""
+@asynccontextmanager
+async def _stacks_if_late(path: Path | None, pid: int) -> AsyncGenerator[None]:
+    """Append the stacks of a process to a file, if there is a file and the body takes long."""
     if path is None:
+        yield
         return
+    writing = asyncio.create_task(_write_stacks(path, pid))
+    try:
+        yield
+    finally:
+        writing.cancel()
+
+
+async def _write_stacks(path: Path, pid: int) -> None:
     await asyncio.sleep(_LATE_S)
     command = ("py-spy", "dump", "--nonblocking", "--pid", str(pid))
     with path.open("ab") as file:

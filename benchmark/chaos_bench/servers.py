@@ -16,6 +16,7 @@ import psutil
 from chaos_bench.cut_proxy import CutProxies
 from chaos_bench.figures import ChaosError, Interval
 from chaos_bench.torn_tails import DiskFaults
+from sglang_coserve import durable_files
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
 
@@ -193,9 +194,8 @@ class Servers:
         self.start_s = time.monotonic() - began_s
         if server is self.keeper:
             # A probe reads the file at any time, and must not find it empty.
-            fresh = self.pid_file.with_suffix(".new")
-            fresh.write_text(str(server.pid))
-            fresh.replace(self.pid_file)
+            pid = str(server.pid).encode()
+            durable_files.replace(self.pid_file, lambda file: file.write(pid))
 
     def fail(self, reason: str) -> None:
         """Note that a server did not do what it should."""
