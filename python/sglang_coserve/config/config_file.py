@@ -62,7 +62,7 @@ class Settings:
         """Return a setting of environment or file, before the command's flags are known; None if
         there is none. ``others`` are other spellings of the flag in a file."""
         in_file = (self._in_file.get(each) for each in (name, *others))
-        found = [_in_environment(name) or None, *in_file]
+        found = [_in_environment(name), *in_file]
         return next((str(value) for value in found if value is not None), None)
 
     def command_line(self, parser: argparse.ArgumentParser) -> list[str]:
@@ -101,9 +101,10 @@ class Settings:
 
 
 def _in_environment(name: str) -> str | None:
+    """Return the value of a variable; None if it is empty, or the address of a Service."""
     value = os.environ.get(f"{_PREFIX}{name.upper()}")
     is_link = name.endswith("port") and value is not None and _LINK.match(value)
-    return None if is_link else value
+    return None if is_link else value or None
 
 
 def _is_settable(action: argparse.Action) -> bool:

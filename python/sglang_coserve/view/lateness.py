@@ -48,9 +48,9 @@ _BOUNDS: Final = {
 """The reason for the limit of a step's offline work."""
 
 _LEFT_OUT: Final = {
-    PromptStop.MEMORY.value: "for lack of KV memory",
-    PromptStop.PACE.value: "since streams left no time",
-    PromptStop.FULL.value: "since they were full",
+    PromptStop.MEMORY.value: " for lack of KV memory",
+    PromptStop.PACE.value: " since streams left no time",
+    PromptStop.FULL.value: " since they were full",
 }
 """The reason why steps left a waiting prompt out."""
 
@@ -358,7 +358,7 @@ def _causes(wait: _Wait, own: str) -> str:
         "grammar_s": "while its grammar was compiled",
         "own_s": own,
         "running_s": f"behind {_several(running)} that ran when it came",
-        "queued_s": f"behind {_several(left_out)} that left it out{why and ' ' + why}",
+        "queued_s": f"behind {_several(left_out)} that left it out{why}",
         "paced_s": "held back by pacing, so that its step could have newer requests",
         "host_s": "on the host, with no step running",
         "unknown_s": "in steps that are no longer known",

@@ -14,7 +14,7 @@ from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.steps.step_record import Reception, StepRecord
 
 MOST_STEPS: Final = 1 << 13
-"""Kept steps: of 20 ms, those of the last 160 s. 35 MB at most, with 512 requests in each step."""
+"""Number of kept steps: 160 s at 20 ms a step. 35 MB at most, with 512 requests in each step."""
 
 _MOST_NAMES: Final = 32
 """Requests of a class that a document names. Its counts have all of them."""

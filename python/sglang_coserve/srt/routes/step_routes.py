@@ -89,7 +89,7 @@ def add_step_routes(http_server: Any) -> list[Any]:
         if not found:
             raise NotFoundError(
                 f"no kept step had a request {request_id[:300]!r}: each replica keeps its last "
-                f"{MOST_STEPS:,} steps, at 20 ms a step those of 160 s, and a request that still "
+                f"{MOST_STEPS:,} steps, which is 160 s at 20 ms a step, and a request that still "
                 "waits has none. The id is that of the answer, the x-request-id in its headers, or "
                 "the request_id in the record of a batch's line",
                 code="request_not_found",
